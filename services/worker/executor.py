@@ -1,0 +1,57 @@
+"""The small interface every backend implements, and the batch it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    import torch
+
+Ints = NDArray[np.int32]
+
+
+@dataclass
+class StepBatch:
+    """The rows of one step, T in total, over S sequences; R of the rows need logits. All arrays int32.
+
+    Sequence s owns rows query_start[s] to query_start[s + 1]; its last row is at position context_lens[s] - 1.
+
+        positions:   0 ......... computed ......... context_len
+                     |  in the KV cache  | this step's rows |
+    """
+
+    tokens: Ints  # [T]
+    positions: Ints  # [T]
+    query_start: Ints  # [S + 1]
+    context_lens: Ints  # [S], tokens including this step's
+    block_tables: Ints  # [S, max blocks], C-contiguous; entries past a sequence's blocks are arbitrary
+    logit_rows: Ints  # [R], indexes into T
+
+
+class Executor(Protocol):
+    """Runs a `DecoderSpec` over a paged KV cache of `block_size` tokens per block."""
+
+    spec: DecoderSpec
+    backend: str  # "reference", "cpu", ...
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes the weights (canonical names, any float dtype) one at a time, converting to the executor's dtype."""
+
+    def block_bytes(self) -> int:
+        """Bytes of one KV block over all layers, keys and values."""
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        """Makes the KV cache. Memory is touched as blocks are first written."""
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies whole blocks, (source, destination), over all layers."""
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Writes the rows' keys and values, attends, and returns the logits [R, vocab] in float32 (valid until the next call)."""
