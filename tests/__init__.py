@@ -1,0 +1,1 @@
+"""Tests, one file per module; shared helpers are imported as `tests.<helper>`."""
