@@ -1,0 +1,148 @@
+"""One prompt being answered: what the API's coroutine holds while tokens arrive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from shared.errors import RequestError
+
+
+class SampleDelta(msgspec.Struct, gc=False):
+    """What is new of one sample since the last delta. `finish_reason` is set on its last one."""
+
+    index: int
+    text: str
+    ids: list[int]
+    finish_reason: str | None = None  # None, "stop" or "length"
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None for EOS
+
+
+class Sample:
+    """One of the n continuations of a prompt, as far as it has been decoded."""
+
+    __slots__ = ("_parts", "_reported", "cached_tokens", "finish_reason", "ids", "index", "stop_reason")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.ids: list[int] = []  # output ids whose text is known; they count as completion tokens
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.cached_tokens = 0  # prompt tokens its first attempt read from the prefix cache
+        self._parts: list[str] = []
+        self._reported = (0, 0)  # parts, ids handed out in deltas
+
+    @property
+    def text(self) -> str:
+        """The text so far; what could be the beginning of a stop string is held back."""
+        if len(self._parts) > 1 and self._reported[0] == len(self._parts):
+            self._parts = ["".join(self._parts)]
+            self._reported = (1, self._reported[1])
+        return "".join(self._parts)
+
+    def grow(self, text: str, ids: list[int]) -> None:
+        """Appends decoded text and the ids it came from."""
+        if text:
+            self._parts.append(text)
+        self.ids += ids
+
+    def take(self) -> SampleDelta:
+        """Everything since the last call."""
+        parts, ids = self._reported
+        delta = SampleDelta(
+            self.index, "".join(self._parts[parts:]), self.ids[ids:], self.finish_reason, self.stop_reason
+        )
+        self._reported = (len(self._parts), len(self.ids))
+        return delta
+
+
+class Generation:
+    """An asynchronous iterator over the deltas of a prompt's n samples, for one consumer.
+
+    A slow consumer finds everything that came meanwhile merged into one delta per sample. Raises RequestError when the
+    engine refuses or fails the request; the deltas before it are delivered first. Leaving early: call `abort`.
+    """
+
+    def __init__(self, n: int, on_abort: Callable[[], None]) -> None:
+        self.samples = [Sample(index) for index in range(n)]
+        self._on_abort = on_abort
+        self._fresh: dict[int, None] = {}  # indexes of samples with something to report, in order
+        self._live = n
+        self._error: RequestError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._wants_end = False
+
+    @property
+    def finished(self) -> bool:
+        """All samples have ended, or the request has failed or been aborted."""
+        return self._live == 0
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> list[SampleDelta]:
+        """Everything new since the last call, one delta per sample that has any."""
+        while not self._fresh:
+            if self._error is not None:
+                raise self._error
+            if self._live == 0:
+                raise StopAsyncIteration
+            await self._wait(end=False)
+        fresh, self._fresh = self._fresh, {}
+        return [self.samples[index].take() for index in fresh]
+
+    async def result(self) -> list[Sample]:
+        """All samples once they have ended, without a wake-up per step. Raises RequestError."""
+        while self._live:
+            await self._wait(end=True)
+        if self._error is not None:
+            raise self._error
+        return self.samples
+
+    def abort(self) -> None:
+        """Gives the request up and frees its blocks within a step. Idempotent; no-op once finished."""
+        if self._live:
+            self._on_abort()
+            self._close()
+
+    def grow(self, index: int, text: str, ids: list[int]) -> None:
+        """Engine side: a sample's new text and ids."""
+        self.samples[index].grow(text, ids)
+        self._fresh[index] = None
+        if not self._wants_end:
+            self._wake()
+
+    def finish(self, index: int, reason: str, stop_reason: str | int | None) -> None:
+        """Engine side: a sample has ended."""
+        sample = self.samples[index]
+        sample.finish_reason, sample.stop_reason = reason, stop_reason
+        self._fresh[index] = None
+        self._live -= 1
+        if self._live == 0 or not self._wants_end:
+            self._wake()
+
+    def fail(self, error: RequestError) -> None:
+        """Engine side: the request has failed as a whole."""
+        if self._live:
+            self._error = error
+            self._close()
+
+    def _close(self) -> None:
+        self._live = 0
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait(self, *, end: bool) -> None:
+        assert self._waiter is None, "a generation has one consumer"
+        self._wants_end = end
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            self._wants_end = False
