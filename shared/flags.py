@@ -187,6 +187,22 @@ def parse(
         parser.error(str(error))
 
 
+def to_argv(config: msgspec.Struct) -> list[str]:
+    """The command line that `parse` turns back into `config`; fields at their default are left out."""
+    words = []
+    for flag in flags_of(type(config)):
+        value = getattr(config, flag.field)
+        if value == flag.default:
+            continue
+        if flag.is_bool:
+            words.append(flag.name if value else "--no-" + flag.name[2:])
+        elif flag.is_list:
+            words += [flag.name, *map(str, value)]
+        else:
+            words.append(f"{flag.name}={value}")
+    return words
+
+
 def _collect(
     structs: Sequence[type[msgspec.Struct]], given: dict[str, Any], env: Mapping[str, str], positional: str
 ) -> list[Any]:
