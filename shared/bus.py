@@ -1,0 +1,281 @@
+"""The bus: a ROUTER for whoever listens, a DEALER for whoever connects, one message struct per frame.
+
+    scheduler address      front (api, tokenizer)     back (workers)
+    tcp://host:port        tcp://host:port            tcp://host:port+1
+    ipc:///folder          ipc:///folder/front        ipc:///folder/back
+
+Sends never block: False says that the peer is gone or has stopped reading. Receiving drains the socket; a lost
+connection shows in the same stream as `Link.DOWN`, within milliseconds of a crash. Links belong to one thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import struct
+import time
+import uuid
+from collections.abc import Iterable
+
+import msgspec
+import zmq
+
+from shared.addresses import bind, curve_client, curve_server, is_tcp
+from shared.messages import DEAD_SECONDS, HEARTBEAT_SECONDS, Message, decode, encode
+
+log = logging.getLogger(__name__)
+
+HIGH_WATER = 8192  # messages queued per peer and direction
+MAX_MESSAGE = 512 << 20  # bytes; a peer that announces more is cut off
+DRAIN_LIMIT = 1024  # messages taken at once, so that a flood cannot hold the loop
+RECONNECT_MS = (20, 500)
+
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
+
+
+class Link(enum.Enum):
+    """What happened to a connection; stands in the stream between messages."""
+
+    UP = "up"  # DealerLink only: connected, for the first time or again
+    DOWN = "down"
+
+
+def new_identity() -> bytes:
+    """A socket identity, fresh for every process start."""
+    return uuid.uuid4().hex.encode()
+
+
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a receive would find something now."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+class Connections:
+    """Which peer speaks on which file descriptor, so that a closed descriptor names the peer that is gone.
+
+    Messages and monitor events arrive by different ways, so a descriptor can be seen reused before it is seen closed,
+    and a last message can follow the close. An error the other way costs one needless Hello.
+    """
+
+    def __init__(self) -> None:
+        self._peer: dict[int, bytes] = {}  # descriptor to the peer last heard on it
+        self._fd: dict[bytes, int] = {}  # peer to its newest descriptor
+        self._open: set[int] = set()  # descriptors accepted and not yet closed, as the monitor tells
+        self._left: dict[int, bytes] = {}  # closed descriptors: who had them
+        self._stale: set[int] = set()  # reused before their close was seen
+
+    def heard(self, peer: bytes, fd: int) -> bytes | None:
+        """A message came from `peer` on `fd`. Returns the peer whose descriptor this used to be, if it is gone."""
+        old = self._peer.get(fd)
+        if old == peer or (fd not in self._open and self._left.get(fd) == peer):
+            return None
+        self._peer[fd] = peer
+        self._fd[peer] = fd
+        if old is None:
+            return None
+        if fd in self._open:
+            self._stale.add(fd)
+        return self._gone(old, fd)
+
+    def accepted(self, fd: int) -> None:
+        """The monitor saw a new connection on `fd`."""
+        self._open.add(fd)
+        self._stale.discard(fd)
+        self._left.pop(fd, None)
+
+    def closed(self, fd: int) -> bytes | None:
+        """The monitor saw `fd` close. Returns the peer that is gone with it, if any."""
+        self._open.discard(fd)
+        if fd in self._stale:
+            self._stale.discard(fd)
+            return None
+        peer = self._peer.pop(fd, None)
+        if peer is None:
+            return None
+        self._left[fd] = peer
+        return self._gone(peer, fd)
+
+    def _gone(self, peer: bytes, fd: int) -> bytes | None:
+        if self._fd.get(peer) != fd:
+            return None  # it has reconnected meanwhile
+        del self._fd[peer]
+        return peer
+
+
+class _Socket:
+    """A zmq socket with its monitor."""
+
+    def __init__(self, kind: int, context: zmq.Context[zmq.Socket[bytes]] | None) -> None:
+        self.socket = (context or zmq.Context.instance()).socket(kind)
+        self.socket.linger = 0
+        self.socket.sndhwm = self.socket.rcvhwm = HIGH_WATER
+        self.socket.maxmsgsize = MAX_MESSAGE
+        self.socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
+        self.socket.heartbeat_timeout = int(DEAD_SECONDS * 1000)
+        self.monitor = self.socket.get_monitor_socket(_MONITORED)
+        self._complained: set[bytes] = set()
+
+    @property
+    def pollables(self) -> list[zmq.Socket[bytes]]:
+        """What to register for POLLIN in a zmq poller."""
+        return [self.socket, self.monitor]
+
+    def close(self) -> None:
+        """Closes the socket; what was not sent yet is lost."""
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self.monitor.close(linger=0)
+            self.socket.close(linger=0)
+
+    def flush(self, seconds: float) -> None:
+        """Closes the socket once what is queued has left, after `seconds` at most."""
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self.monitor.close(linger=0)
+            self.socket.close(linger=int(seconds * 1000))
+
+    def _events(self) -> Iterable[tuple[int, int]]:
+        """Pending monitor events: what, and the file descriptor or error number."""
+        while readable(self.monitor):
+            event, value = struct.unpack("=Hi", self.monitor.recv_multipart(zmq.NOBLOCK)[0])
+            if event & _HANDSHAKE_FAILED:
+                self._complain(b"handshake", "a handshake failed: do all processes have the same PAGEBUS_BUS_KEY?")
+            yield event, value
+
+    def _decode(self, peer: bytes, frames: list[bytes] | list[zmq.Frame]) -> Message | None:
+        try:
+            if len(frames) != 1:
+                raise ValueError(f"{len(frames)} frames instead of one")
+            body = frames[0]
+            message: Message = decode(body if isinstance(body, bytes) else body.buffer)
+            return message
+        except (ValueError, msgspec.MsgspecError) as error:
+            self._complain(peer, f"dropping what is no message from {peer.decode(errors='replace')}: {error}")
+            return None
+
+    def _complain(self, about: bytes, text: str) -> None:
+        """Logs once per cause; a flood of bad input must not flood the log."""
+        if about not in self._complained and len(self._complained) < 1000:
+            self._complained.add(about)
+            log.warning("%s", text)
+
+
+class RouterLink(_Socket):
+    """The listening end. `address` becomes the endpoint bound (a tcp port may be given as `*`).
+
+    Raises StartupError, with the address, when it cannot be bound.
+    """
+
+    def __init__(self, address: str, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+        super().__init__(zmq.ROUTER, context)
+        self.socket.router_mandatory = True
+        self.socket.router_handover = True
+        self.socket.backlog = 1024
+        self._connections = Connections()
+        try:
+            if is_tcp(address):
+                curve_server(self.socket)
+            self.address = bind(self.socket, address)
+        except BaseException:
+            self.close()
+            raise
+
+    def recv(self) -> list[tuple[bytes, Message | Link]]:
+        """All that has come, with the sender's identity; `Link.DOWN` for a peer whose connection closed."""
+        out: list[tuple[bytes, Message | Link]] = []
+        for _ in range(DRAIN_LIMIT):
+            try:
+                head, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            peer = head.bytes
+            gone = self._connections.heard(peer, int(head.get(zmq.SRCFD)))
+            if gone is not None:
+                out.append((gone, Link.DOWN))
+            message = self._decode(peer, frames)
+            if message is not None:
+                out.append((peer, message))
+        for event, fd in self._events():
+            if event == zmq.EVENT_ACCEPTED:
+                self._connections.accepted(fd)
+            elif event == zmq.EVENT_DISCONNECTED:
+                lost = self._connections.closed(fd)
+                if lost is not None:
+                    out.append((lost, Link.DOWN))
+        return out
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Queues a message; False when the peer is not connected or its queue is full."""
+        try:
+            self.socket.send_multipart((peer, encode(message)), zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
+        return True
+
+
+class DealerLink(_Socket):
+    """The connecting end. It reconnects by itself; what was queued for a lost connection is dropped with it."""
+
+    def __init__(self, address: str, identity: bytes, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+        super().__init__(zmq.DEALER, context)
+        self.address = address
+        self.connected = False
+        self.socket.identity = identity
+        self.socket.immediate = True
+        self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = RECONNECT_MS
+        if is_tcp(address):
+            curve_client(self.socket)
+        self.socket.connect(address)
+
+    def recv(self) -> list[Message | Link]:
+        """All that has come, and `Link.UP` and `Link.DOWN` as the connection comes and goes."""
+        out: list[Message | Link] = []
+        for _ in range(DRAIN_LIMIT):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            message = self._decode(self.address.encode(), frames)
+            if message is not None:
+                out.append(message)
+        for event, _ in self._events():
+            up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if up or (event == zmq.EVENT_DISCONNECTED and self.connected):
+                self.connected = up
+                out.append(Link.UP if up else Link.DOWN)
+        return out
+
+    def send(self, message: Message) -> bool:
+        """Queues a message; False when not connected or when the queue is full."""
+        try:
+            self.socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+
+class Waiter:
+    """Sleeps until a link, or another file descriptor, has something to read."""
+
+    def __init__(self, *links: _Socket, fds: Iterable[int] = ()) -> None:
+        self._poller = zmq.Poller()
+        for link in links:
+            for pollable in link.pollables:
+                self._poller.register(pollable, zmq.POLLIN)
+        for fd in fds:
+            self._poller.register(fd, zmq.POLLIN)
+
+    def wait(self, seconds: float) -> None:
+        """Returns when there is something to read, after `seconds` at most."""
+        self._poller.poll(max(0, int(seconds * 1000) + 1))
+
+    def until(self, deadline: float) -> None:
+        """Like `wait`, up to a time of `time.monotonic`."""
+        self.wait(deadline - time.monotonic())
