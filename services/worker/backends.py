@@ -1,0 +1,68 @@
+"""Which executor runs here."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+
+from services.worker.executor import Executor
+from services.worker.spec import DecoderSpec
+from shared.config import EngineConfig
+from shared.errors import StartupError
+from shared.model_info import ModelInfo
+
+NATIVE = "services.worker.native"
+
+log = logging.getLogger(__name__)
+
+
+def make_executor(spec: DecoderSpec, config: EngineConfig, info: ModelInfo) -> Executor:
+    """The executor of `config.backend`; "auto" takes the native one where it runs, else the reference.
+
+    Raises StartupError where the backend asked for cannot run.
+    """
+    threads = compute_threads(config)
+    if config.backend != "reference":
+        reason = native_unavailable()
+        if reason is None:
+            return _native(spec, config, info, threads)
+        if config.backend != "auto":
+            raise StartupError(f"--backend {config.backend} cannot run here: {reason}; use --backend reference")
+        log.warning("using the reference backend, which is slow: the native one cannot run here: %s", reason)
+    return _reference(spec, config, info, threads)
+
+
+def compute_threads(config: EngineConfig) -> int:
+    """Threads of one worker: `--threads`, else this process's cores divided by the workers that share them."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return config.threads or max(1, cores // config.local_workers)
+
+
+def native_unavailable() -> str | None:
+    """Why the native executor cannot run here; None if it can."""
+    if importlib.util.find_spec(NATIVE) is None:
+        return "it is not installed"
+    try:
+        from services.worker import native
+    except ImportError as error:
+        return f"it cannot be imported ({error})"
+    reason: str | None = native.unavailable()
+    return reason
+
+
+def _native(spec: DecoderSpec, config: EngineConfig, info: ModelInfo, threads: int) -> Executor:
+    from services.worker.native import NativeExecutor
+
+    executor: Executor = NativeExecutor(spec, info.dtype, config.block_size, threads)
+    return executor
+
+
+def _reference(spec: DecoderSpec, config: EngineConfig, info: ModelInfo, threads: int) -> Executor:
+    import torch
+
+    from services.worker.reference import ReferenceExecutor
+
+    torch.set_num_threads(threads)
+    return ReferenceExecutor(spec, info.dtype, config.block_size)

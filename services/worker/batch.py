@@ -1,0 +1,191 @@
+"""The persistent batch: tokens and block tables of all slots, kept in step with the scheduler by the deltas of plans.
+
+A slot's tokens, and who knows them when:
+
+    0 ........ computed ........ length
+    | in the KV cache | known, to be computed |   the next token is the worker's own sample, appended at `length`
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.executor import Ints, StepBatch
+from services.worker.sampler import Row
+from shared.messages import Admit, Plan
+from shared.sampling import SamplingParams
+
+UNSET = -1  # `computed` of a slot admitted but not yet scheduled: its first row says where the cached prefix ends
+
+
+class PlanError(Exception):
+    """A plan that does not follow from the ones before it; the slots can no longer be trusted."""
+
+
+class Batch:
+    """Slots 0, 1, 2 ... Arrays grow with use, so a long `max_model_len` costs nothing until a request is as long."""
+
+    def __init__(self, block_size: int, eos_token_ids: list[int]) -> None:
+        self.block_size = block_size
+        self._eos = eos_token_ids
+        self._tokens: Ints = np.empty((0, 0), np.int32)  # [slots, tokens]
+        self._tables: Ints = np.empty((0, 0), np.int32)  # [slots, blocks]
+        self._length: Ints = np.zeros(0, np.int32)  # tokens known; 0 = the slot is free
+        self._computed: Ints = np.zeros(0, np.int32)
+        self._num_blocks: Ints = np.zeros(0, np.int32)
+        self._num_prompt: Ints = np.zeros(0, np.int32)
+        self._params: list[SamplingParams | None] = []
+        self._banned: list[list[int] | None] = []
+
+    def __len__(self) -> int:
+        """Slots in use."""
+        return int(np.count_nonzero(self._length))
+
+    def clear(self) -> None:
+        """Frees all slots."""
+        self._length[:] = 0
+
+    def apply(self, plan: Plan) -> StepBatch | None:
+        """Takes a plan's deltas; returns the step's rows, None if it has none. Raises PlanError."""
+        for slot in plan.release:
+            self._release(slot)
+        for admit in plan.admit:
+            self._admit(admit)
+        if not plan.slots:
+            return None
+        slots = np.array(plan.slots, np.int32)
+        starts = np.array(plan.starts, np.int32)
+        counts = np.array(plan.counts, np.int32)
+        sampled = np.flatnonzero(plan.samples)
+        self._check_slots(slots)
+        self._append_blocks(slots, plan.blocks)
+        self._check_rows(slots, starts, counts, sampled)
+        self._computed[slots] = starts + counts
+        return self._build(slots, starts, counts, sampled)
+
+    def sampling_rows(self, plan: Plan) -> list[Row]:
+        """How to sample each of the plan's rows with `samples` 1."""
+        slots = [slot for slot, wanted in zip(plan.slots, plan.samples, strict=True) if wanted]
+        indexes = (self._length[slots] - self._num_prompt[slots]).tolist()
+        return [self._row(slot, index) for slot, index in zip(slots, indexes, strict=True)]
+
+    def append(self, plan: Plan, tokens: list[int]) -> None:
+        """Appends the sampled tokens to their slots."""
+        slots = np.array(plan.slots, np.int32)[np.flatnonzero(plan.samples)]
+        lengths = self._length[slots]
+        self._reserve_tokens(int(lengths.max(initial=0)) + 1)
+        # NOTE: a failed row's request ends, but its next row may be on its way already and needs some token.
+        self._tokens[slots, lengths] = np.maximum(np.array(tokens, np.int32), 0)
+        self._length[slots] += 1
+
+    def _release(self, slot: int) -> None:
+        if not (0 <= slot < len(self._length) and self._length[slot]):
+            raise PlanError(f"slot {slot} is released but free")
+        self._length[slot] = 0
+        self._params[slot] = self._banned[slot] = None
+
+    def _admit(self, admit: Admit) -> None:
+        slot, tokens = admit.slot, np.frombuffer(admit.tokens, "<i4")
+        self._reserve_slots(slot + 1)
+        self._reserve_tokens(len(tokens))
+        if self._length[slot]:
+            raise PlanError(f"slot {slot} is admitted to but taken")
+        if not 0 < admit.num_prompt <= len(tokens):
+            raise PlanError(f"slot {slot} is admitted with {admit.num_prompt} prompt tokens of {len(tokens)} tokens")
+        self._tokens[slot, : len(tokens)] = tokens
+        self._length[slot] = len(tokens)
+        self._num_prompt[slot] = admit.num_prompt
+        self._num_blocks[slot] = 0
+        self._computed[slot] = UNSET
+        params = admit.params
+        self._params[slot] = params
+        ends = params.stop_token_ids + ([] if params.ignore_eos else self._eos)
+        self._banned[slot] = ends if params.min_tokens and ends else None
+
+    def _append_blocks(self, slots: Ints, blocks: list[list[int]]) -> None:
+        counts = np.fromiter(map(len, blocks), np.int32, len(slots))
+        ends = self._num_blocks[slots] + counts
+        self._reserve_blocks(int(ends.max()))
+        columns = np.arange(counts.sum()) + np.repeat(ends - np.cumsum(counts), counts)
+        flat = np.fromiter(chain.from_iterable(blocks), np.int32, len(columns))
+        self._tables[np.repeat(slots, counts), columns] = flat
+        self._num_blocks[slots] = ends
+
+    def _check_slots(self, slots: Ints) -> None:
+        if slots.min() < 0 or slots.max() >= len(self._length) or not self._length[slots].all():
+            raise PlanError(f"a row of a free slot among {slots.tolist()}")
+        if len(np.unique(slots)) < len(slots):
+            raise PlanError(f"two rows of one slot among {slots.tolist()}")
+
+    def _check_rows(self, slots: Ints, starts: Ints, counts: Ints, sampled: Ints) -> None:
+        computed, length, ends = self._computed[slots], self._length[slots], starts + counts
+        rules = {
+            "does not start where the computed tokens end": (starts == computed) | (computed == UNSET) & (starts >= 0),
+            "computes no token": counts > 0,
+            "computes a token that is not known": ends <= length,
+            "lies past the slot's blocks": ends <= self._num_blocks[slots] * self.block_size,
+        }
+        for rule, holds in rules.items():
+            if not holds.all():
+                i = int(np.flatnonzero(~holds)[0])
+                raise PlanError(
+                    f"slot {slots[i]}: the row of {counts[i]} tokens from {starts[i]} {rule} (computed {computed[i]}, "
+                    f"known {length[i]}, {self._num_blocks[slots[i]]} blocks)"
+                )
+        if (ends[sampled] != length[sampled]).any():
+            raise PlanError("a row samples the token after one that is not the slot's last")
+
+    def _build(self, slots: Ints, starts: Ints, counts: Ints, sampled: NDArray[np.intp]) -> StepBatch:
+        query_start = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        # positions: row t of sequence s is starts[s] + t - query_start[s]
+        positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
+        context_lens = starts + counts
+        widest = -(-int(context_lens.max()) // self.block_size)
+        return StepBatch(
+            tokens=self._tokens[np.repeat(slots, counts), positions],
+            positions=positions,
+            query_start=query_start,
+            context_lens=context_lens,
+            block_tables=self._tables[slots, :widest],
+            logit_rows=query_start[1:][sampled] - 1,
+        )
+
+    def _row(self, slot: int, index: int) -> Row:
+        params = self._params[slot]
+        assert params is not None
+        banned = self._banned[slot] if index < params.min_tokens else None
+        return Row(params, params.seed or 0, index, banned)
+
+    def _reserve_slots(self, slots: int) -> None:
+        have = len(self._length)
+        if slots <= have:
+            return
+        slots = max(slots, 2 * have, 16)
+        self._tokens = grown(self._tokens, (slots, self._tokens.shape[1]))
+        self._tables = grown(self._tables, (slots, self._tables.shape[1]))
+        for name in ("_length", "_computed", "_num_blocks", "_num_prompt"):
+            fresh = np.zeros(slots, np.int32)
+            fresh[:have] = getattr(self, name)
+            setattr(self, name, fresh)
+        self._params += [None] * (slots - have)
+        self._banned += [None] * (slots - have)
+
+    def _reserve_tokens(self, tokens: int) -> None:
+        if tokens > self._tokens.shape[1]:
+            self._tokens = grown(self._tokens, (len(self._tokens), max(tokens, 2 * self._tokens.shape[1], 256)))
+
+    def _reserve_blocks(self, blocks: int) -> None:
+        if blocks > self._tables.shape[1]:
+            self._tables = grown(self._tables, (len(self._tables), max(blocks, 2 * self._tables.shape[1], 16)))
+
+
+def grown(array: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
+    """A larger copy of a 2-d array; the new part is left untouched, so that it takes no memory yet."""
+    larger = np.empty(shape, array.dtype)
+    larger[: array.shape[0], : array.shape[1]] = array
+    return larger
