@@ -1,9 +1,9 @@
 """Stop strings over streamed text.
 
 The match that completes first ends the text; of several that complete at the same character the first in the list wins.
-A match may begin in one piece of text and end in a later one. What could still be the beginning of a match is held back,
-nothing else, so that what is passed on never has to be taken back. Work is linear in the text: one Knuth-Morris-Pratt
-automaton per stop string (Knuth, Morris, Pratt 1977).
+A match may begin in one piece of text and end in a later one. What could still be the beginning of a match is held
+back, nothing else, so that what is passed on never has to be taken back. Work is linear in the text: one
+Knuth-Morris-Pratt automaton per stop string (Knuth, Morris, Pratt 1977).
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
@@ -27,7 +28,7 @@ def cut(text: str, stops: list[str], include: bool, first_end: int = 1) -> tuple
 
 def pieces(text: str, cuts: list[int]) -> list[str]:
     bounds = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
-    return [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(bounds)]
 
 
 def run(chunks: list[str], stops: list[str], include: bool) -> tuple[list[str], StopMatcher]:
