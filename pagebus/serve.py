@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from shared.hub import resolve
 
 from pagebus.supervisor import KILL_AFTER, Child, Supervisor
 from shared.api_config import ApiConfig
 from shared.config import EngineConfig
 from shared.errors import EXIT_CONFIG, StartupError
 from shared.flags import option, parse, to_argv
-from shared.hub import resolve
 from shared.model_info import read_model_info
 
 POLL_SECONDS = 0.1  # between looks at /health while starting
@@ -65,7 +65,9 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise StartupError(f"--port {port} is not a port; use 1 to 65535, or 0 for any free one")
     try:
-        family, _, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         listener = socket.create_server(address[:2], family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)

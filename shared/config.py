@@ -1,8 +1,8 @@
 """The engine's configuration: one struct, whose fields are the flags.
 
-Each field is a command-line flag (`--max-model-len`), an environment variable (`PAGEBUS_MAX_MODEL_LEN`) and a key of the
-YAML file given with `--config` (see `shared/flags.py`). Only the scheduler is given these; the other processes receive
-the struct in `Welcome`.
+Each field is a command-line flag (`--max-model-len`), an environment variable (`PAGEBUS_MAX_MODEL_LEN`) and a key of
+the YAML file given with `--config` (see `shared/flags.py`). Only the scheduler is given these; the other processes
+receive the struct in `Welcome`.
 """
 
 from __future__ import annotations

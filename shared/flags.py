@@ -212,7 +212,7 @@ def _collect(
     for key, value in _read_file(path, flags).items():
         values |= flags[key].convert(value, f"{path}: {key}")
     for flag in flags.values():
-        if flag.variable in env:
+        if env.get(flag.variable):  # compose files pass on unset variables as empty ones
             values |= flag.convert(env[flag.variable], flag.variable)
         if (word := given["flag_" + flag.field]) is not None:
             values |= flag.convert(word, flag.name)

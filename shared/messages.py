@@ -1,8 +1,8 @@
 """Every message on the bus, on one page.
 
-All messages are msgpack arrays with a tag, decoded straight into these structs. A new field goes last and has a default,
-so that neighbours of two versions understand each other. Token ids of prompts travel as packed little-endian int32
-(`pack_ids`), a step's few new ids as plain ints.
+All messages are msgpack arrays with a tag, decoded straight into these structs. A new field goes last and has a
+default, so that neighbours of two versions understand each other. Token ids of prompts travel as packed little-endian
+int32 (`pack_ids`), a step's few new ids as plain ints.
 
     api ──Encode, Decode──▶ tokenizer ──Encoded, Decoded, CallFailed──▶ api
     api ──Submit, Abort──▶ scheduler ──Deltas, Rejected, Directory, Stats──▶ api
