@@ -47,12 +47,12 @@ class AsyncDealer:
             self._again()
         return sent
 
-    def close(self) -> None:
-        """Closes the link; the handler is not called again."""
+    def close(self, flush_seconds: float = 0.0) -> None:
+        """Closes the link; the handler is not called again. What is queued gets `flush_seconds` more to leave."""
         if not self._link.socket.closed:
             for fd in self._fds:
                 self._loop.remove_reader(fd)
-            self._link.close()
+            self._link.flush(flush_seconds)
 
     def _again(self) -> None:
         if not self._scheduled:

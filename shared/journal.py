@@ -70,8 +70,8 @@ class Entry:
         self.stop_token = -1
         self.message = ""
         self.cached = -1  # prompt tokens that the first attempt read from the prefix cache
-        self.decoded = 0  # output ids handed to a tokenizer
-        self.state = b""  # the tokenizer's, after `decoded` ids
+        self.decoded = 0  # output ids taken for decoding
+        self.state = b""  # the tokenizer's, after the ids it has answered
 
     def accept(self, delta: Delta) -> Verdict:
         """Takes what is new in a delta."""
@@ -89,27 +89,21 @@ class Entry:
             self.finish, self.stop_token, self.message = delta.finish, delta.stop_token, delta.message
         return Verdict.NEW
 
-    def next_ids(self) -> tuple[list[int], bool] | None:
-        """The ids to decode next and whether they are the last; None when nothing is to be decoded.
+    def next_ids(self, boundary: int = 0) -> tuple[list[int], bool] | None:
+        """Takes the ids to decode next, and whether they are the last; None when nothing is to be decoded.
 
-        The token that ended the sequence has no text unless stop strings are to be included (as in vLLM). Ids up to
-        min_tokens are never decoded together with later ones, so that a stop string is judged at the same token
-        however the ids arrived.
+        The token that ended the sequence has no text unless stop strings are to be included (as in vLLM). The first
+        `boundary` ids are never taken together with later ones.
         """
-        end = self.text_end
         start = self.decoded
-        if start < self.params.min_tokens:
-            end = min(end, self.params.min_tokens)
-        final = self.finish != "" and end == self.text_end
+        silent = self.finish == "stop" and not self.params.include_stop_str_in_output
+        text_end = max(len(self.output) - silent, start)
+        end = min(text_end, boundary) if start < boundary else text_end
+        final = self.finish != "" and end == text_end
         if end == start and not (final and self.state):
             return None
+        self.decoded = end
         return self.output[start:end].tolist(), final
-
-    @property
-    def text_end(self) -> int:
-        """How many of the output ids have a text."""
-        silent = self.finish == "stop" and not self.params.include_stop_str_in_output
-        return max(len(self.output) - silent, self.decoded)
 
     def request(self, now: float, fork_of: int = -1) -> Request:
         """The sequence as it is submitted, at the current attempt."""
