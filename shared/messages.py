@@ -63,7 +63,7 @@ class Hello(Message):
 
     role: str  # "api", "tokenizer" or "worker"
     name: str  # "host:pid", for logs
-    address: str = ""  # a tokenizer: where its ROUTER listens
+    address: str = ""  # a tokenizer: where its ROUTER listens; "" while it loads, it is not in the Directory then
     loaded: str = ""  # a worker: the fingerprint of the engine it has loaded, or ""
     protocol: int = PROTOCOL
     instance: str = ""  # the uuid of this process start; also the socket identity
