@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.executor import Ints, StepBatch
-from services.worker.sampler import Row
+from services.worker.sampler import Row, is_greedy
 from shared.messages import Admit, Plan
 from shared.sampling import SamplingParams
 
@@ -38,6 +38,7 @@ class Batch:
         self._computed: Ints = np.zeros(0, np.int32)
         self._num_blocks: Ints = np.zeros(0, np.int32)
         self._num_prompt: Ints = np.zeros(0, np.int32)
+        self._plain: NDArray[np.bool_] = np.zeros(0, np.bool_)  # greedy, and nothing is ever banned
         self._params: list[SamplingParams | None] = []
         self._banned: list[list[int] | None] = []
 
@@ -67,11 +68,13 @@ class Batch:
         self._computed[slots] = starts + counts
         return self._build(slots, starts, counts, sampled)
 
-    def sampling_rows(self, plan: Plan) -> list[Row]:
-        """How to sample each of the plan's rows with `samples` 1."""
-        slots = [slot for slot, wanted in zip(plan.slots, plan.samples, strict=True) if wanted]
-        indexes = (self._length[slots] - self._num_prompt[slots]).tolist()
-        return [self._row(slot, index) for slot, index in zip(slots, indexes, strict=True)]
+    def sampling_rows(self, plan: Plan) -> list[Row | None]:
+        """How to sample each of the plan's rows with `samples` 1; None for the greedy ones."""
+        slots = np.array(plan.slots, np.int32)[np.flatnonzero(plan.samples)]
+        rows: list[Row | None] = [None] * len(slots)
+        for i in np.flatnonzero(~self._plain[slots]).tolist():
+            rows[i] = self._row(int(slots[i]))
+        return rows
 
     def append(self, plan: Plan, tokens: list[int]) -> None:
         """Appends the sampled tokens to their slots."""
@@ -105,6 +108,7 @@ class Batch:
         self._params[slot] = params
         ends = params.stop_token_ids + ([] if params.ignore_eos else self._eos)
         self._banned[slot] = ends if params.min_tokens and ends else None
+        self._plain[slot] = is_greedy(params) and self._banned[slot] is None
 
     def _append_blocks(self, slots: Ints, blocks: list[list[int]]) -> None:
         counts = np.fromiter(map(len, blocks), np.int32, len(slots))
@@ -118,7 +122,7 @@ class Batch:
     def _check_slots(self, slots: Ints) -> None:
         if slots.min() < 0 or slots.max() >= len(self._length) or not self._length[slots].all():
             raise PlanError(f"a row of a free slot among {slots.tolist()}")
-        if len(np.unique(slots)) < len(slots):
+        if len(set(slots.tolist())) < len(slots):
             raise PlanError(f"two rows of one slot among {slots.tolist()}")
 
     def _check_rows(self, slots: Ints, starts: Ints, counts: Ints, sampled: Ints) -> None:
@@ -155,9 +159,10 @@ class Batch:
             logit_rows=query_start[1:][sampled] - 1,
         )
 
-    def _row(self, slot: int, index: int) -> Row:
+    def _row(self, slot: int) -> Row:
         params = self._params[slot]
         assert params is not None
+        index = int(self._length[slot] - self._num_prompt[slot])
         banned = self._banned[slot] if index < params.min_tokens else None
         return Row(params, params.seed or 0, index, banned)
 
@@ -168,10 +173,8 @@ class Batch:
         slots = max(slots, 2 * have, 16)
         self._tokens = grown(self._tokens, (slots, self._tokens.shape[1]))
         self._tables = grown(self._tables, (slots, self._tables.shape[1]))
-        for name in ("_length", "_computed", "_num_blocks", "_num_prompt"):
-            fresh = np.zeros(slots, np.int32)
-            fresh[:have] = getattr(self, name)
-            setattr(self, name, fresh)
+        for name in ("_length", "_computed", "_num_blocks", "_num_prompt", "_plain"):
+            setattr(self, name, np.pad(getattr(self, name), (0, slots - have)))
         self._params += [None] * (slots - have)
         self._banned += [None] * (slots - have)
 

@@ -14,7 +14,10 @@ from shared.sampling import SamplingParams
 GREEDY_TEMPERATURE = 1e-4  # at or below: greedy
 INVALID = -1  # in place of a token: the row's logits hold NaN, or leave nothing to choose from
 MASK64 = (1 << 64) - 1
+BUCKET_SHIFT = 18  # of float32 bits: 32 buckets per power of two
+SUM_BLOCK = 256
 Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
 
 
 class Row(NamedTuple):
@@ -31,14 +34,14 @@ def is_greedy(params: SamplingParams) -> bool:
     return params.temperature <= GREEDY_TEMPERATURE or params.top_k == 1
 
 
-def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-    """One token id per row, or INVALID. logits: float32 [R, vocab], left as it is."""
+def sample(logits: torch.Tensor, rows: Sequence[Row | None]) -> list[int]:
+    """One token id per row, or INVALID; a row of None is greedy. logits: float32 [R, vocab], left as it is."""
     scores = logits.detach().cpu().numpy()
     best = scores.argmax(axis=1)  # the lowest id of equals; a NaN if there is one
     valid = np.isfinite(scores[np.arange(len(rows)), best])
     tokens: list[int] = np.where(valid, best, INVALID).tolist()
     for r, row in enumerate(rows):
-        if valid[r] and (row.banned or not is_greedy(row.params)):
+        if row is not None and valid[r]:
             tokens[r] = sample_row(scores[r], row)
     return tokens
 
@@ -53,23 +56,25 @@ def sample_row(scores: Floats, row: Row) -> int:
         return INVALID
     if is_greedy(row.params):
         return best
-    weights, ids = candidates(scores, float(scores[best]), row.params)
-    choice = pick(weights, uniform(row.seed, row.index))
+    weights, ids = candidates(scores, scores[best], row.params)
+    choice = locate(weights, uniform(row.seed, row.index))
     return choice if ids is None else int(ids[choice])
 
 
-def candidates(scores: Floats, best: float, params: SamplingParams) -> tuple[Floats, NDArray[np.int64] | None]:
+def candidates(scores: Floats, best: np.float32, params: SamplingParams) -> tuple[Floats, Ids | None]:
     """Weights (the best has 1) of the tokens that the filters leave, in id order, and their ids (None: all tokens).
 
     The filters apply in the order temperature, top_k, top_p, min_p. Tokens as likely as the k-th stay, as in
     transformers; of tokens as likely as the last of the nucleus the lowest ids stay.
     """
-    ids: NDArray[np.int64] | None = None
+    ids: Ids | None = None
     if 0 < params.top_k < len(scores):
         ids = np.flatnonzero(scores >= np.partition(scores, -params.top_k)[-params.top_k])
         scores = scores[ids]
     with np.errstate(over="ignore", under="ignore"):
-        weights = np.exp((scores - np.float32(best)) / np.float32(params.temperature))
+        weights = scores - best
+        weights /= np.float32(params.temperature)
+        np.exp(weights, out=weights)
     if params.top_p < 1.0:
         kept = nucleus(weights, params.top_p)
         weights, ids = weights[kept], kept if ids is None else ids[kept]
@@ -79,27 +84,48 @@ def candidates(scores: Floats, best: float, params: SamplingParams) -> tuple[Flo
     return weights, ids
 
 
-def nucleus(weights: Floats, top_p: float) -> NDArray[np.int64]:
+def nucleus(weights: Floats, top_p: float) -> Ids:
     """Indexes, ascending, of the fewest weights, heaviest first, that hold `top_p` of the mass (arXiv 1904.09751).
 
-    Nothing lighter than a V-th of the mass outside can be in it, which spares most of the sort.
+    Positive floats order as their bits do: the upper bits name a bucket, and only the bucket in which the mass reaches
+    `top_p` is sorted.
     """
-    total = float(weights.sum(dtype=np.float64))
-    heavy = np.flatnonzero(weights >= (1.0 - top_p) * total / len(weights))
-    ranked = np.sort(weights[heavy])[::-1]
-    size = int(np.searchsorted(np.cumsum(ranked, dtype=np.float64), top_p * total)) + 1
-    last = ranked[min(size, len(ranked)) - 1]
-    above = heavy[weights[heavy] > last]
-    equal = heavy[weights[heavy] == last][: size - len(above)]
-    return np.sort(np.concatenate((above, equal)))
+    buckets = weights.view(np.int32) >> BUCKET_SHIFT
+    masses = np.bincount(buckets, weights)
+    outside = np.cumsum(masses)  # up to and including a bucket, from the lightest
+    allowed = (1.0 - top_p) * outside[-1]
+    edge = min(int(np.searchsorted(outside, allowed, side="right")), len(masses) - 1)
+    ranked = np.sort(weights[buckets == edge])  # ascending: drop from its front what still fits outside
+    room = allowed - (outside[edge] - masses[edge])
+    dropped = int(np.searchsorted(np.cumsum(ranked, dtype=np.float64), room, side="right"))
+    dropped = min(dropped, len(ranked) - 1)
+    last = ranked[dropped]
+    kept = np.flatnonzero(weights >= last)
+    surplus = dropped - int(np.searchsorted(ranked, last))  # equals of the last that lie outside
+    if surplus:
+        equal = np.flatnonzero(weights[kept] == last)
+        kept = np.delete(kept, equal[len(equal) - surplus :])
+    return kept
 
 
-def pick(weights: Floats, u: float) -> int:
-    """The index at share `u` of the cumulative weights."""
-    cumulative = np.cumsum(weights, dtype=np.float64)
-    total = cumulative[-1]
-    choice = np.searchsorted(cumulative, u * total, side="right")
-    return int(min(choice, np.searchsorted(cumulative, total)))  # u * total can round up to total
+def locate(weights: Floats, share: float) -> int:
+    """The index at which the running sum of `weights` passes `share` of their total.
+
+    Sums by blocks first, always in the same order, so that the sum over a vocabulary runs at vector speed.
+    """
+    sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), SUM_BLOCK), dtype=np.float64))
+    target = share * float(sums[-1])
+    block = _passes(sums, target)
+    before = float(sums[block - 1]) if block else 0.0
+    first = block * SUM_BLOCK
+    running = np.cumsum(weights[first : first + SUM_BLOCK], dtype=np.float64)
+    return first + _passes(running, target - before)
+
+
+def _passes(running: NDArray[np.float64], target: float) -> int:
+    """The first index above `target`; where rounding leaves none, the last that adds weight."""
+    index = np.searchsorted(running, target, side="right")
+    return int(min(index, np.searchsorted(running, running[-1])))
 
 
 def uniform(seed: int, index: int) -> float:
