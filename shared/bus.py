@@ -54,55 +54,56 @@ def readable(socket: zmq.Socket[bytes]) -> bool:
 
 
 class Connections:
-    """Which peer speaks on which file descriptor, so that a closed descriptor names the peer that is gone.
+    """Which peers spoke on which file descriptor, so that a closed descriptor names the peer that is gone.
 
-    Messages and monitor events arrive by different ways, so a descriptor can be seen reused before it is seen closed,
-    and a last message can follow the close. An error the other way costs one needless Hello.
+    Messages and monitor events come by different ways: a descriptor can be heard reused before its close is seen, and a
+    last message can follow the close. A connection that opens, says nothing and closes in such a moment has the next
+    one taken for lost; that costs its peer a needless Hello.
     """
 
     def __init__(self) -> None:
-        self._peer: dict[int, bytes] = {}  # descriptor to the peer last heard on it
-        self._fd: dict[bytes, int] = {}  # peer to its newest descriptor
-        self._open: set[int] = set()  # descriptors accepted and not yet closed, as the monitor tells
-        self._left: dict[int, bytes] = {}  # closed descriptors: who had them
-        self._stale: set[int] = set()  # reused before their close was seen
+        self._speakers: dict[int, list[bytes]] = {}  # by descriptor, oldest first; all whose close is not seen yet
+        self._fd: dict[bytes, int] = {}  # a peer's newest descriptor
+        self._open: set[int] = set()  # as far as the monitor tells
+        self._left: dict[int, bytes] = {}  # by closed descriptor: who had it last
 
     def heard(self, peer: bytes, fd: int) -> bytes | None:
-        """A message came from `peer` on `fd`. Returns the peer whose descriptor this used to be, if it is gone."""
-        old = self._peer.get(fd)
-        if old == peer or (fd not in self._open and self._left.get(fd) == peer):
+        """A message came from `peer` on `fd`. Returns the peer that had the descriptor before and so is gone, if any."""
+        speakers = self._speakers.setdefault(fd, [])
+        if speakers and speakers[-1] == peer:
             return None
-        self._peer[fd] = peer
+        if not speakers and fd not in self._open and self._left.get(fd) == peer:
+            return None  # the last words of a peer known to be gone
+        speakers.append(peer)
         self._fd[peer] = fd
-        if old is None:
-            return None
-        if fd in self._open:
-            self._stale.add(fd)
-        return self._gone(old, fd)
+        return self._gone(speakers[-2], fd) if len(speakers) > 1 else None
 
     def accepted(self, fd: int) -> None:
         """The monitor saw a new connection on `fd`."""
         self._open.add(fd)
-        self._stale.discard(fd)
-        self._left.pop(fd, None)
 
     def closed(self, fd: int) -> bytes | None:
         """The monitor saw `fd` close. Returns the peer that is gone with it, if any."""
         self._open.discard(fd)
-        if fd in self._stale:
-            self._stale.discard(fd)
+        speakers = self._speakers.get(fd)
+        if not speakers:
             return None
-        peer = self._peer.pop(fd, None)
-        if peer is None:
-            return None
-        self._left[fd] = peer
+        peer = self._left[fd] = speakers.pop(0)
         return self._gone(peer, fd)
 
     def _gone(self, peer: bytes, fd: int) -> bytes | None:
         if self._fd.get(peer) != fd:
-            return None  # it has reconnected meanwhile
+            return None  # told already, or connected anew
         del self._fd[peer]
         return peer
+
+
+def _source(frame: zmq.Frame) -> int:
+    """The descriptor a frame came in on; -1 where the peer speaks a ZMTP too old to have it, so none of ours."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 class _Socket:
@@ -113,6 +114,7 @@ class _Socket:
         self.socket.linger = 0
         self.socket.sndhwm = self.socket.rcvhwm = HIGH_WATER
         self.socket.maxmsgsize = MAX_MESSAGE
+        self.socket.handshake_ivl = int(DEAD_SECONDS * 1000)
         self.socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
         self.socket.heartbeat_timeout = int(DEAD_SECONDS * 1000)
         self.monitor = self.socket.get_monitor_socket(_MONITORED)
@@ -192,12 +194,13 @@ class RouterLink(_Socket):
             except zmq.Again:
                 break
             peer = head.bytes
-            gone = self._connections.heard(peer, int(head.get(zmq.SRCFD)))
+            message = self._decode(peer, frames)
+            if message is None:
+                continue
+            gone = self._connections.heard(peer, _source(head))
             if gone is not None:
                 out.append((gone, Link.DOWN))
-            message = self._decode(peer, frames)
-            if message is not None:
-                out.append((peer, message))
+            out.append((peer, message))
         for event, fd in self._events():
             if event == zmq.EVENT_ACCEPTED:
                 self._connections.accepted(fd)
@@ -253,7 +256,9 @@ class DealerLink(_Socket):
         return out
 
     def send(self, message: Message) -> bool:
-        """Queues a message; False when not connected or when the queue is full."""
+        """Queues a message; False when `recv` has not told of a connection, or when the queue is full."""
+        if not self.connected:
+            return False
         try:
             self.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:

@@ -4,11 +4,11 @@
 
     state      event        next       send
     ─────────  ───────────  ─────────  ──────────
-    APART      up           GREETING   Hello
     GREETING   Welcome      MEMBER
     MEMBER     Unknown      GREETING   Hello
     GREETING   tick                    Hello        (the first may have been lost)
     MEMBER     tick                    Heartbeat
+    any        up           GREETING   Hello        (a lost connection takes its messages with it)
     MEMBER     silence      GREETING   Hello        (the scheduler hangs, or its host is gone)
     any        down         APART
 """
@@ -100,7 +100,7 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, Say]] = {
 
 
 class Membership:
-    """A peer's standing with the scheduler. Every method returns the messages to send to it.
+    """A peer's standing with the scheduler. Methods return the messages to send to it.
 
     `hello` may be changed by its owner (a worker's `loaded`); the next Hello carries it.
     """
@@ -127,9 +127,9 @@ class Membership:
         self._heard = now
         return self._on(Event.UP)
 
-    def disconnected(self) -> list[Message]:
+    def disconnected(self) -> None:
         """The link went down."""
-        return self._on(Event.DOWN)
+        self._on(Event.DOWN)
 
     def heard(self, now: float) -> None:
         """Any message came from the scheduler."""
@@ -139,12 +139,10 @@ class Membership:
         """The scheduler does not know this peer."""
         return self._on(Event.UNKNOWN)
 
-    def welcome(self, message: Welcome) -> bool:
-        """The scheduler's answer. True when this is not the scheduler that welcomed last, so that its state is gone."""
+    def welcome(self, message: Welcome) -> None:
+        """The scheduler's answer. Whichever scheduler it is, it has forgotten all that this peer told it before Hello."""
         self._on(Event.WELCOME)
-        new = message.epoch != self.epoch
         self.epoch = message.epoch
-        return new
 
     def tick(self, now: float) -> list[Message]:
         """Time passed: the heartbeat, or Hello again."""
