@@ -23,10 +23,24 @@ SPLIT = 64  # items in a Decode below which it is not worth dividing among token
 class Stream:
     """A sequence's way from its journal entry to its sample."""
 
-    __slots__ = ("busy", "closed", "entry", "final", "generation", "index", "matcher", "min_tokens", "reported")
+    __slots__ = (
+        "busy",
+        "closed",
+        "entry",
+        "final",
+        "generation",
+        "index",
+        "matcher",
+        "min_tokens",
+        "reported",
+        "siblings",
+    )
 
-    def __init__(self, entry: Entry, generation: Generation, index: int, stops: list[str]) -> None:
+    def __init__(
+        self, entry: Entry, generation: Generation, index: int, stops: list[str], siblings: list[Stream]
+    ) -> None:
         self.entry = entry
+        self.siblings = siblings  # all samples of the prompt
         self.generation = generation
         self.index = index
         include = entry.params.include_stop_str_in_output

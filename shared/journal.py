@@ -154,21 +154,20 @@ class Journal:
             opened.append(entry)
         return opened
 
+    def unfinished(self) -> list[Entry]:
+        """The entries that still need an engine, in order of arrival."""
+        return [entry for entry in self if not entry.finish]
+
+    def renew(self, entry: Entry) -> None:
+        """The attempt known to a scheduler is lost: the next submission is another and voids the deltas of this one."""
+        if entry.submitted:
+            entry.attempt += 1
+
     def submission(self, entry: Entry, now: float) -> Request:
-        """What to send for a new entry, or again for one whose attempt was refused or parked."""
+        """What to send to the scheduler. The first sample still here is the one that the others fork."""
         entry.submitted = True
         forked = (id for id in range(entry.leader, entry.id) if id in self._entries)
         return entry.request(now, fork_of=next(forked, -1))
-
-    def resubmission(self, entry: Entry, now: float) -> Request:
-        """What to send when the attempt known to a scheduler is lost. Voids all deltas of that attempt."""
-        if entry.submitted:
-            entry.attempt += 1
-        return self.submission(entry, now)
-
-    def resubmissions(self, now: float) -> list[Request]:
-        """All entries that still need an engine, in order of arrival, for a scheduler that knows none of them."""
-        return [self.resubmission(entry, now) for entry in self if not entry.finish]
 
     def close(self, entry: Entry) -> None:
         """Forgets an entry."""

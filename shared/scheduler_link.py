@@ -36,6 +36,7 @@ class SchedulerLink:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._membership = Membership(hello, time.monotonic())
+        self._joined = False
         self._on_joined = on_joined
         self._on_left = on_left
         self._on_messages = on_messages
@@ -46,7 +47,7 @@ class SchedulerLink:
     @property
     def joined(self) -> bool:
         """The scheduler knows this process and is alive."""
-        return self._membership.is_member
+        return self._joined
 
     @property
     def epoch(self) -> int:
@@ -70,7 +71,8 @@ class SchedulerLink:
             if event is Link.UP:
                 self._say(self._membership.connected(now))
             elif event is Link.DOWN:
-                self._say(self._membership.disconnected())
+                self._membership.disconnected()
+                self._say([])
             elif isinstance(event, Welcome):
                 self._welcome(event)
             elif isinstance(event, Unknown):
@@ -82,16 +84,18 @@ class SchedulerLink:
             self._on_messages(messages)
 
     def _welcome(self, message: Welcome) -> None:
-        known = self._membership.is_member
-        new = self._membership.welcome(message)
-        if new or not known:
+        repeated = self._joined and message.epoch == self._membership.epoch
+        self._membership.welcome(message)
+        if not repeated:
+            self._joined = True
             self._on_joined(message)
 
     def _say(self, messages: list[Message]) -> None:
-        """Sends what the membership wants said; tells the owner when that meant leaving it."""
+        """Sends what the membership wants said; tells the owner when the scheduler is gone."""
         for message in messages:
             self._dealer.send(message)
-        if not self._membership.is_member:
+        if self._joined and not self._membership.is_member:
+            self._joined = False
             self._on_left()
 
     def _tick(self) -> None:

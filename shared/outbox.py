@@ -1,0 +1,94 @@
+"""What this process has to tell the scheduler, gathered over one turn of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from shared.journal import Entry, Journal
+from shared.messages import Abort, Message, Submit
+
+
+class Outbox:
+    """Submits and aborts, one message of each kind per turn. `send` returns False when it cannot.
+
+    Closed while the scheduler is away: all that is not finished is in the journal, and is submitted when it is back.
+    """
+
+    def __init__(self, journal: Journal, send: Callable[[Message], bool]) -> None:
+        self._journal = journal
+        self._send = send
+        self._open = False
+        self._scheduled = False
+        self._submits: dict[int, Entry] = {}
+        self._retries: list[Entry] = []
+        self._aborts: list[int] = []
+
+    @property
+    def is_open(self) -> bool:
+        """A scheduler takes messages."""
+        return self._open
+
+    def restart(self) -> None:
+        """A scheduler is there that knows nothing: submits the journal, in order of arrival, before any new work."""
+        self.shut()
+        self._open = True
+        for entry in self._journal.unfinished():
+            self._journal.renew(entry)
+            self._submits[entry.id] = entry
+        self.flush()
+
+    def shut(self) -> None:
+        """The scheduler is gone."""
+        self._open = False
+        self._submits.clear()
+        self._retries.clear()
+        self._aborts.clear()
+
+    def submit(self, entry: Entry) -> None:
+        """A new entry."""
+        if self._open:
+            self._submits[entry.id] = entry
+            self._schedule()
+
+    def resubmit(self, entry: Entry) -> None:
+        """Ids of this entry were lost on the way."""
+        self.abort(entry.id)
+        self._journal.renew(entry)
+        self.submit(entry)
+
+    def retry(self, entry: Entry) -> None:
+        """The scheduler had no room: submits the entry again at the next tick."""
+        self._retries.append(entry)
+
+    def abort(self, id: int) -> None:
+        """This sequence is no longer wanted. Idempotent."""
+        if self._open:
+            self._aborts.append(id)
+            self._schedule()
+
+    def tick(self) -> None:
+        """Time for what was refused or could not be sent."""
+        for entry in self._retries:
+            self.submit(entry)
+        self._retries.clear()
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what has gathered. Aborts go first: of an entry resubmitted, they mean the attempt before."""
+        self._scheduled = False
+        if self._aborts and self._send(Abort(self._aborts)):
+            self._aborts = []
+        live = [entry for entry in self._submits.values() if self._journal.get(entry.id) and not entry.finish]
+        if not live:
+            self._submits.clear()
+            return
+        now = time.monotonic()
+        if self._send(Submit([self._journal.submission(entry, now) for entry in live])):
+            self._submits.clear()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self.flush)
