@@ -8,8 +8,8 @@ A slot's tokens, and who knows them when:
 
 from __future__ import annotations
 
+import mmap
 from itertools import chain
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +32,8 @@ class Batch:
     def __init__(self, block_size: int, eos_token_ids: list[int]) -> None:
         self.block_size = block_size
         self._eos = eos_token_ids
-        self._tokens: Ints = np.empty((0, 0), np.int32)  # [slots, tokens]
-        self._tables: Ints = np.empty((0, 0), np.int32)  # [slots, blocks]
+        self._tokens: Ints = np.empty((0, 256), np.int32)  # [slots, tokens]
+        self._tables: Ints = np.empty((0, 16), np.int32)  # [slots, blocks]
         self._length: Ints = np.zeros(0, np.int32)  # tokens known; 0 = the slot is free
         self._computed: Ints = np.zeros(0, np.int32)
         self._num_blocks: Ints = np.zeros(0, np.int32)
@@ -127,8 +127,9 @@ class Batch:
 
     def _check_rows(self, slots: Ints, starts: Ints, counts: Ints, sampled: Ints) -> None:
         computed, length, ends = self._computed[slots], self._length[slots], starts + counts
+        fresh = computed == UNSET
         rules = {
-            "does not start where the computed tokens end": (starts == computed) | (computed == UNSET) & (starts >= 0),
+            "does not start where the computed tokens end": np.where(fresh, starts >= 0, starts == computed),
             "computes no token": counts > 0,
             "computes a token that is not known": ends <= length,
             "lies past the slot's blocks": ends <= self._num_blocks[slots] * self.block_size,
@@ -171,24 +172,30 @@ class Batch:
         if slots <= have:
             return
         slots = max(slots, 2 * have, 16)
-        self._tokens = grown(self._tokens, (slots, self._tokens.shape[1]))
-        self._tables = grown(self._tables, (slots, self._tables.shape[1]))
+        self._tokens = grown(self._tokens, (slots, self._tokens.shape[1]), self._length)
+        self._tables = grown(self._tables, (slots, self._tables.shape[1]), self._num_blocks)
         for name in ("_length", "_computed", "_num_blocks", "_num_prompt", "_plain"):
             setattr(self, name, np.pad(getattr(self, name), (0, slots - have)))
         self._params += [None] * (slots - have)
         self._banned += [None] * (slots - have)
 
     def _reserve_tokens(self, tokens: int) -> None:
-        if tokens > self._tokens.shape[1]:
-            self._tokens = grown(self._tokens, (len(self._tokens), max(tokens, 2 * self._tokens.shape[1], 256)))
+        slots, have = self._tokens.shape
+        if tokens > have:
+            self._tokens = grown(self._tokens, (slots, max(tokens, 2 * have)), self._length)
 
     def _reserve_blocks(self, blocks: int) -> None:
-        if blocks > self._tables.shape[1]:
-            self._tables = grown(self._tables, (len(self._tables), max(blocks, 2 * self._tables.shape[1], 16)))
+        slots, have = self._tables.shape
+        if blocks > have:
+            self._tables = grown(self._tables, (slots, max(blocks, 2 * have)), self._num_blocks)
 
 
-def grown(array: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
-    """A larger copy of a 2-d array; the new part is left untouched, so that it takes no memory yet."""
-    larger = np.empty(shape, array.dtype)
-    larger[: array.shape[0], : array.shape[1]] = array
+def grown(array: Ints, shape: tuple[int, int], used: Ints) -> Ints:
+    """A larger copy of a 2-d array, of whose rows the first `used` entries count. Its memory is taken page by page."""
+    pages = mmap.mmap(-1, shape[0] * shape[1] * array.itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        pages.madvise(mmap.MADV_NOHUGEPAGE)  # NOTE: a huge page would span many rows, and all be taken by one
+    larger: Ints = np.frombuffer(pages, array.dtype).reshape(shape)
+    for row, count in enumerate(used.tolist()):
+        larger[row, :count] = array[row, :count]
     return larger
