@@ -26,6 +26,8 @@ def is_tcp(address: str) -> bool:
         return True
     if address.startswith("ipc:///"):
         return False
+    if not address:
+        raise StartupError("no bus address: give --scheduler (the scheduler: --bind) tcp://host:port or ipc:///folder")
     raise StartupError(f"bus address {address!r}: use tcp://host:port or ipc:///folder")
 
 

@@ -68,7 +68,7 @@ class Connections:
         self._left: dict[int, bytes] = {}  # by closed descriptor: who had it last
 
     def heard(self, peer: bytes, fd: int) -> bytes | None:
-        """A message came from `peer` on `fd`. Returns the peer that had the descriptor before and so is gone, if any."""
+        """A message came from `peer` on `fd`. Returns the peer that had the descriptor before, and so is gone."""
         speakers = self._speakers.setdefault(fd, [])
         if speakers and speakers[-1] == peer:
             return None

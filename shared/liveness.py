@@ -125,6 +125,7 @@ class Membership:
     def connected(self, now: float) -> list[Message]:
         """The link came up."""
         self._heard = now
+        self._next_tick = now + HEARTBEAT_SECONDS
         return self._on(Event.UP)
 
     def disconnected(self) -> None:
@@ -140,7 +141,7 @@ class Membership:
         return self._on(Event.UNKNOWN)
 
     def welcome(self, message: Welcome) -> None:
-        """The scheduler's answer. Whichever scheduler it is, it has forgotten all that this peer told it before Hello."""
+        """The scheduler's answer. Whichever scheduler it is, it knows nothing that this peer told it before Hello."""
         self._on(Event.WELCOME)
         self.epoch = message.epoch
 

@@ -338,7 +338,7 @@ def test_the_ipc_folder_is_private(ends: Ends, tmp_path: Path) -> None:
 
 
 def test_an_unknown_host_is_named() -> None:
-    with pytest.raises(StartupError, match="nowhere.invalid"):
+    with pytest.raises(StartupError, match=r"nowhere\.invalid"):
         RouterLink("tcp://nowhere.invalid:5700")
 
 
