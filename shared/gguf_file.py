@@ -9,6 +9,7 @@ import math
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,6 @@ GGML_TYPES: dict[int, GGMLType] = {
         (30, "BF16", 1, 2),
         (34, "TQ1_0", 256, 54),
         (35, "TQ2_0", 256, 66),
-        (39, "MXFP4", 32, 17),
     ]
 }
 
@@ -106,8 +106,9 @@ class GGUFFile:
         self.close()
 
     def close(self) -> None:
-        """Unmaps the file. Views handed out by `data` must be gone."""
-        self._map.close()
+        """Unmaps the file, or lets it be unmapped with the last view handed out by `data`."""
+        with suppress(BufferError):
+            self._map.close()
 
     def data(self, tensor: TensorInfo) -> memoryview:
         """The tensor's bytes, in the mapping, not copied."""

@@ -135,6 +135,8 @@ class ModelConfig:
             raise rope.error(kind_key, f"is {kind!r}, which is not supported, only {', '.join(ROPE_KINDS[:-1])}")
         values["rope_type"] = kind
         values["rope_theta"] = rope.number("rope_theta", self.number("rope_theta", 10000.0))
+        if values["rope_theta"] <= 1:
+            raise self.error("rope_theta", f"must be above 1, got {values['rope_theta']}")
         partial = rope.number("partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
         if partial > 1:
             raise self.error("partial_rotary_factor", f"must be at most 1, got {partial}")
