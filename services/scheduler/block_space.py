@@ -44,41 +44,36 @@ class BlockSpaceManager:
                 node = node.parent
         return Match(matched, leader.blocks[:full], leader.blocks[full] if partial else -1, node)
 
-    def allocate(self, seq: Sequence, match: Match, spare: int) -> list[int] | None:
-        """Takes blocks for all tokens of the sequence; None, and nothing taken, unless `spare` blocks stay allocatable.
+    def room_after(self, seq: Sequence, match: Match) -> int:
+        """Allocatable blocks left once the sequence has its own; negative when they do not suffice."""
+        idle = sum(not self.pool.refs(block) for block in match.blocks)
+        return self.pool.num_free - idle - self.blocks_for(len(seq.tokens)) + len(match.blocks)
+
+    def allocate(self, seq: Sequence, match: Match) -> list[int]:
+        """Gives the sequence blocks for all its tokens; `room_after` must not be negative.
 
         Returns [source, destination] when a partly matching block is to be copied, else []. The source stays pinned
-        until `unpin`, so that no copy of the same plan can overwrite it.
+        until `unpin`, so that no copy of the same plan overwrites it. Where that would take the last free block, the
+        partial match is given up.
         """
-        node = self._hold(seq, match)
-        matched, source = match.matched, match.source
+        if self.cache.enabled:
+            seq.node = self.cache.hold(match.node or self.cache.root(seq.salt))
         shared = len(match.blocks)
         self.pool.touch(match.blocks)
         need = self.blocks_for(len(seq.tokens)) - shared
-        if source >= 0:
-            self.pool.touch((source,))
-            if not self.pool.can_allocate(need + spare):
-                self.pool.free((source,))
-                matched, source = shared * self.block_size, -1
-        if not self.pool.can_allocate(need + spare):
-            self.pool.free(match.blocks)
-            if node is not None:
-                self.cache.release(node)
-            return None
-        seq.node = node
+        copy = match.source >= 0
+        if copy:
+            self.pool.touch((match.source,))
+            copy = self.pool.can_allocate(need)
+            if copy:
+                self._pinned.append(match.source)
+            else:
+                self.pool.free((match.source,))
         seq.blocks = match.blocks + [self.pool.allocate() for _ in range(need)]
         seq.capacity = len(seq.blocks) * self.block_size
         seq.publish_at = (shared + 1) * self.block_size
-        seq.scheduled = matched
-        if source < 0:
-            return []
-        self._pinned.append(source)
-        return [source, seq.blocks[shared]]
-
-    def _hold(self, seq: Sequence, match: Match) -> Node | None:
-        if not self.cache.enabled:
-            return None
-        return self.cache.hold(match.node or self.cache.root(seq.salt))
+        seq.scheduled = match.matched if copy else shared * self.block_size
+        return [match.source, seq.blocks[shared]] if copy else []
 
     def unpin(self) -> None:
         """The plan that copies is complete."""

@@ -16,7 +16,9 @@ from collections import deque
 from collections.abc import Iterable
 
 from services.scheduler.block_space import BlockSpaceManager
+from services.scheduler.counters import Counters
 from services.scheduler.policy import POLICIES, PeakEstimate, WaitingQueue, share_budget, share_leftover
+from services.scheduler.prefix_cache import Match
 from services.scheduler.request import FINISH_REASONS, Key, Sequence, Status
 from services.scheduler.step import Step
 from shared.config import EngineConfig
@@ -25,33 +27,11 @@ from shared.messages import Delta, GroupStats, Plan
 
 Deltas = dict[bytes, list[Delta]]  # by api process
 
+RUNNING, ENDED = Status.RUNNING, Status.FINISHED_STOPPED
 MAX_IN_FLIGHT = 2  # plans
 MAX_CRASHES = 3
 LOOKAHEAD = 8  # waiting sequences tried when the first does not fit
 MAX_BYPASS = 64  # later arrivals admitted before one that does not fit
-
-
-class Counters:
-    """What a group has done since the scheduler started; outlives the group's workers."""
-
-    __slots__ = (
-        "generation_tokens",
-        "preemptions",
-        "prefix_hits",
-        "prefix_queries",
-        "prompt_tokens",
-        "step_tokens",
-        "steps",
-    )
-
-    def __init__(self) -> None:
-        self.prefix_queries = 0
-        self.prefix_hits = 0
-        self.preemptions = 0
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.steps = 0
-        self.step_tokens = 0
 
 
 class Scheduler:
@@ -68,6 +48,7 @@ class Scheduler:
         counters: Counters | None = None,
     ) -> None:
         """`epoch` is the group's, and marks all plans; `num_blocks` is the least over the group's ranks."""
+        self.config = config
         self.epoch = epoch
         self.counters = counters or Counters()
         self.space = BlockSpaceManager(num_blocks, config.block_size, config.enable_prefix_caching)
@@ -76,7 +57,9 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.chunked = config.enable_chunked_prefill
         # Whole prompts need a budget that takes the longest; decodes then come on top of it.
-        self.budget = config.max_num_batched_tokens if self.chunked else max(config.max_num_batched_tokens, max_model_len)
+        self.budget = (
+            config.max_num_batched_tokens if self.chunked else max(config.max_num_batched_tokens, max_model_len)
+        )
         # Each running sequence has a token to compute in each step, so none starves.
         self.max_running = min(config.max_num_seqs, self.budget)
         self.requests: dict[Key, Sequence] = {}
@@ -89,7 +72,7 @@ class Scheduler:
         self._in_flight: deque[Step] = deque()
         self._held: list[Sequence] = []  # preempted, with results still to come
         self._stale = False  # `running` holds ended sequences
-        self._blocked_free = -1  # allocatable blocks when admission last failed
+        self._blocked = False  # nobody that waits fits, until somebody comes or leaves
         self._step = 0
         self._done = 0  # the last step whose result is known
 
@@ -101,15 +84,15 @@ class Scheduler:
         Raises RequestError when it can never be served here.
         """
         seq.max_len = self._limit(seq)
+        seq.max_output = seq.max_len - seq.num_prompt
         seq.stops = self._stops(seq)
-        output = seq.num_output
-        if output and self._finish_status(seq, seq.tokens[-1]) is not None:
-            return self._final(seq)
-        if len(seq.tokens) >= self.max_len:
-            if output:
-                seq.status = Status.FINISHED_LENGTH
-                return Delta(seq.id, seq.attempt, output, [], FINISH_REASONS[seq.status])
-            self._refuse(seq)
+        if seq.num_output:
+            status = self._end_of(seq, seq.tokens[-1])
+            if status is not None:
+                seq.status = status
+                return self._delta(seq, [], stop_token=self._stop_token(seq, seq.tokens[-1]))
+        elif seq.num_prompt >= self.max_len:
+            raise RequestError(self._too_long(seq))
         self.requests[seq.key] = seq
         leader = self.requests.get(seq.fork_key) if seq.fork_key else None
         if leader is not None and leader is not seq and not leader.shareable and leader.status != Status.PREEMPTED:
@@ -117,3 +100,370 @@ class Scheduler:
         else:
             self._enqueue(seq)
         return None
+
+    def abort(self, key: Key) -> bool:
+        """Forgets a sequence and frees its blocks at once; False if it is not here."""
+        seq = self.requests.get(key)
+        if seq is None:
+            return False
+        self._finish(seq, Status.FINISHED_ABORTED)
+        return True
+
+    def evict_all(self) -> tuple[list[Sequence], Deltas]:
+        """The group's worker died. Gives back all sequences, in order of arrival, with nothing computed.
+
+        Those in flight count a crash; at MAX_CRASHES in a row without a token they end with an error instead.
+        """
+        back: list[Sequence] = []
+        deltas: Deltas = {}
+        for seq in sorted(self.requests.values(), key=lambda seq: seq.order):
+            seq.crashes += seq.last_step > self._done
+            seq.forks.clear()
+            self.space.free(seq)
+            seq.slot = seq.last_step = -1
+            seq.total = len(seq.tokens)
+            if seq.crashes < MAX_CRASHES:
+                seq.status = Status.WAITING
+                back.append(seq)
+            else:
+                seq.status = Status.FINISHED_ERROR
+                message = f"The request was running when its worker died, {MAX_CRASHES} times in a row."
+                deltas.setdefault(seq.peer, []).append(self._delta(seq, [], message=message))
+        self.requests.clear()
+        self.running.clear()
+        self.waiting.drain()
+        self._held.clear()
+        self._in_flight.clear()
+        return back, deltas
+
+    def withdraw_waiting(self) -> list[Sequence]:
+        """Gives back all sequences that hold nothing here, in order, for placement elsewhere; forks stay with a leader."""
+        back = self.waiting.drain()
+        for seq in list(back):
+            back += seq.forks
+            seq.forks.clear()
+        for seq in back:
+            del self.requests[seq.key]
+        return sorted(back, key=lambda seq: seq.order)
+
+    def _limit(self, seq: Sequence) -> int:
+        most = seq.params.max_tokens
+        return self.max_len if most is None else min(seq.num_prompt + most, self.max_len)
+
+    def _stops(self, seq: Sequence) -> frozenset[int]:
+        own = seq.params.stop_token_ids
+        base = frozenset() if seq.params.ignore_eos else self._eos
+        return base.union(own) if own else base
+
+    def _too_long(self, seq: Sequence) -> str:
+        if self.max_len == self.max_model_len:
+            return f"The prompt has {seq.num_prompt} tokens; the model takes {self.max_len}, at least one of output included."
+        return (
+            f"The prompt has {seq.num_prompt} tokens; the KV cache holds {self.max_len}, at least one of output included. "
+            "Shorten the prompt or give the server more KV cache memory."
+        )
+
+    def _enqueue(self, seq: Sequence) -> None:
+        self.waiting.push(seq)
+        self._blocked = False
+
+    def _release_forks(self, seq: Sequence) -> None:
+        """Siblings need not wait for this one's prompt any more."""
+        for fork in seq.forks:
+            if not fork.finished:
+                self._enqueue(fork)
+        seq.forks.clear()
+
+    def _vacate(self, seq: Sequence) -> None:
+        """Takes slot and blocks from a running sequence; the next plan tells the workers."""
+        self.space.free(seq)
+        self._slots.append(seq.slot)
+        self._release.append(seq.slot)
+        seq.slot = -1
+
+    def _finish(self, seq: Sequence, status: Status) -> None:
+        if seq.status == Status.RUNNING:
+            self._vacate(seq)
+            self._stale = True
+        else:
+            self.waiting.discard(seq)
+        seq.status = status
+        del self.requests[seq.key]
+        self._release_forks(seq)
+        self._blocked = False
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Takes a running sequence off; it is recomputed later. What it published stays cached while there is room."""
+        self._vacate(seq)
+        seq.status = Status.PREEMPTED
+        self.counters.preemptions += 1
+        self._release_forks(seq)
+        if seq.last_step > self._done:
+            self._held.append(seq)  # its tokens in flight must be known before it can be admitted anew
+        else:
+            self._enqueue(seq)
+
+    # A step.
+
+    def schedule(self, now: float) -> Plan | None:
+        """The next plan; None when there is nothing to compute or enough in flight."""
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            return None
+        self._drop_ended()
+        step = Step(self._step + 1, now)
+        prefills = self._plan_decodes(step)
+        budget = self.budget - (len(step.rows) if self.chunked else 0)
+        chunks, budget = share_budget(prefills, budget)
+        budget = self._admit(step, budget)
+        for seq, chunk in share_leftover(chunks, budget):
+            if chunk:
+                step.compute(seq, chunk)
+        self.space.unpin()
+        return self._send(step) if step.rows else None
+
+    def _drop_ended(self) -> None:
+        if self._stale:
+            self.running = [seq for seq in self.running if seq.status == Status.RUNNING]
+            self._stale = False
+
+    def _plan_decodes(self, step: Step) -> list[Sequence]:
+        """Adds a row for each sequence with one token to go, in order of arrival; returns those with more."""
+        prefills = []
+        running = self.running
+        i = 0
+        while i < len(running):
+            seq = running[i]
+            i += 1
+            if seq.total - seq.scheduled > 1:
+                prefills.append(seq)
+            elif seq.total < seq.max_len:  # else the token in flight is its last
+                if seq.scheduled < seq.capacity:
+                    step.compute(seq, 1)
+                elif self._make_room(seq):
+                    step.compute(seq, 1, [self.space.grow(seq)])
+        return [seq for seq in prefills if seq.status == Status.RUNNING]
+
+    def _make_room(self, seq: Sequence) -> bool:
+        """Preempts the latest arrivals until a block is free; False if that took the sequence itself.
+
+        All that precede it in `running` have their rows already, and none of them is taken: blocks for a prompt are
+        allocated whole at admission, so only decodes, walked in order of arrival, come here.
+        """
+        while not self.space.pool.can_allocate(1):
+            victim = self.running.pop()
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _admit(self, step: Step, budget: int) -> int:
+        """Gives waiting sequences a slot while slots, blocks and budget last; returns the budget left.
+
+        When one does not fit, a few behind it are tried, so that it does not hold up the small ones; it is passed a
+        bounded number of times only, so that it does not wait for ever.
+        """
+        if self._blocked or not self.waiting or not self._slots or budget <= 0:
+            return budget
+        self._estimate.begin(self.running)
+        passed: list[Sequence] = []
+        while budget > 0 and self._slots and len(passed) < LOOKAHEAD and (seq := self.waiting.pop()) is not None:
+            match = self._match(seq)
+            count = seq.total - match.matched
+            if not self.chunked and count > budget and step.admit:
+                self.waiting.push(seq)  # whole prompts only: the next step takes it
+                budget = 0
+            elif self._fits(seq, match):
+                budget -= self._start(step, seq, match, budget)
+                for other in passed:
+                    other.bypassed += 1
+            else:
+                passed.append(seq)
+                if seq.bypassed >= MAX_BYPASS:
+                    break
+        self._blocked = bool(passed) and budget > 0 and bool(self._slots)
+        for seq in passed:
+            self.waiting.push(seq)
+        return budget
+
+    def _match(self, seq: Sequence) -> Match:
+        """What the sequence can reuse: of the sample it is a fork of, else of the prefix cache."""
+        leader = self.requests.get(seq.fork_key) if seq.fork_key else None
+        shared = self.space.match_leader(seq, leader) if leader is not None and leader.shareable else None
+        return shared or self.space.match(seq)
+
+    def _fits(self, seq: Sequence, match: Match) -> bool:
+        """Whether there are blocks for its tokens now, and probably for those that it and the others will grow by."""
+        room = self.space.room_after(seq, match)
+        return room >= 0 and (not self.running or self._estimate.fits(seq, room))
+
+    def _start(self, step: Step, seq: Sequence, match: Match, budget: int) -> int:
+        """Gives slot and blocks and adds the first row. Returns the tokens of the row."""
+        copies = self.space.allocate(seq, match)
+        self._count(seq)
+        seq.slot = self._slots.pop()
+        seq.status = Status.RUNNING
+        insort(self.running, seq, key=lambda seq: seq.order)
+        self._estimate.add(seq)
+        count = seq.total - seq.scheduled
+        count = min(count, budget) if self.chunked else count
+        step.admitted(seq, copies, count)
+        return count
+
+    def _count(self, seq: Sequence) -> None:
+        """Counts a request's prompt once: samples of one prompt, or what is computed again, are no reuse."""
+        if seq.cached >= 0:
+            return
+        leader = self.requests.get(seq.fork_key) if seq.fork_key else None
+        if leader is not None and leader.shareable:
+            seq.cached = max(leader.cached, 0)
+            return
+        seq.cached = min(seq.scheduled, seq.num_prompt)
+        if seq.fork_key is None:
+            self.counters.prompt_tokens += seq.num_prompt
+            if self.space.cache.enabled:
+                self.counters.prefix_queries += seq.num_prompt
+                self.counters.prefix_hits += seq.cached
+
+    def _send(self, step: Step) -> Plan:
+        self._step = step.number
+        self._in_flight.append(step)
+        self.counters.steps += 1
+        self.counters.step_tokens += sum(step.counts)
+        release, self._release = self._release, []
+        return step.plan(self.epoch, release)
+
+    # A result.
+
+    def update(self, step: int, tokens: list[int]) -> Deltas:
+        """Applies the result of the oldest plan in flight, the only loop over the outputs of a step.
+
+        `tokens` holds one per sampled row, in order; -1 says that the row has no valid probabilities. Rows of ended
+        sequences are skipped. Raises ValueError when this is not the result that is due.
+        """
+        plan = self._in_flight[0] if self._in_flight else None
+        if plan is None or plan.number != step or len(tokens) != sum(plan.samples):
+            raise ValueError(f"{len(tokens)} tokens of step {step} are not the result that is due")
+        self._in_flight.popleft()
+        self._done = step
+        deltas: Deltas = {}
+        results = iter(tokens)
+        accepted = 0
+        for seq, start, count, sample in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
+            token = next(results) if sample else 0
+            if seq.status >= ENDED:
+                continue
+            if token < 0:
+                deltas.setdefault(seq.peer, []).append(self._fail(seq))
+                continue
+            if start + count >= seq.publish_at and seq.status == RUNNING:
+                self.space.publish(seq, start + count)
+            if not sample:
+                continue
+            index = len(seq.tokens) - seq.num_prompt
+            seq.tokens.append(token)
+            accepted += 1
+            if seq.shareable and token not in seq.stops and index + 1 < seq.max_output:
+                delta = Delta(seq.id, seq.attempt, index, [token])
+            else:
+                delta = self._first_or_last(seq, token)
+            items = deltas.get(seq.peer)
+            if items is None:
+                deltas[seq.peer] = [delta]
+            else:
+                items.append(delta)
+        self.counters.generation_tokens += accepted
+        self._unhold()
+        return deltas
+
+    def _first_or_last(self, seq: Sequence, token: int) -> Delta:
+        """The delta of a token that may be the first since admission, or the last of all."""
+        seq.crashes = 0
+        if seq.status == Status.RUNNING and not seq.shareable:
+            seq.shareable = True
+            self._release_forks(seq)
+        status = self._end_of(seq, token)
+        if status is None:
+            return self._delta(seq, [token])
+        self._estimate.ended(seq.num_output)
+        self._finish(seq, status)
+        return self._delta(seq, [token], stop_token=self._stop_token(seq, token))
+
+    def _end_of(self, seq: Sequence, token: int) -> Status | None:
+        """How the sequence ends with this token, its last so far; None if it goes on."""
+        if token in seq.stops and seq.num_output >= seq.params.min_tokens:
+            return Status.FINISHED_STOPPED
+        return Status.FINISHED_LENGTH if len(seq.tokens) >= seq.max_len else None
+
+    def _stop_token(self, seq: Sequence, token: int) -> int:
+        """What to report as the stop token: not the EOS."""
+        stopped = seq.status == Status.FINISHED_STOPPED
+        is_eos = token in self._eos and not seq.params.ignore_eos
+        return token if stopped and not is_eos else -1
+
+    def _fail(self, seq: Sequence) -> Delta:
+        """Ends a sequence for which the model computed nonsense, and keeps its blocks from others."""
+        self.space.distrust(seq)
+        self._finish(seq, Status.FINISHED_ERROR)
+        return self._delta(seq, [], message="The model computed no valid probabilities for the next token.")
+
+    def _delta(self, seq: Sequence, ids: list[int], *, stop_token: int = -1, message: str = "") -> Delta:
+        """A delta of any kind; the first of an attempt says what was cached."""
+        cached, seq.unreported = (seq.cached, False) if seq.unreported else (-1, False)
+        finish = FINISH_REASONS.get(seq.status, "")
+        return Delta(seq.id, seq.attempt, seq.num_output - len(ids), ids, finish, stop_token, cached, message)
+
+    def _unhold(self) -> None:
+        """Preempted sequences whose last token has come wait for admission."""
+        if self._held:
+            held, self._held = self._held, []
+            for seq in held:
+                if seq.last_step > self._done:
+                    self._held.append(seq)
+                elif not seq.finished:
+                    seq.total = len(seq.tokens)
+                    self._enqueue(seq)
+
+    # What others want to know.
+
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def cached_tokens(self, seq: Sequence) -> int:
+        """Tokens of the sequence that this group's prefix cache holds."""
+        return self.space.match(seq).matched
+
+    @property
+    def num_running(self) -> int:
+        return self.max_running - len(self._slots)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.requests) - self.num_running
+
+    def stats(self, group: int, now: float) -> GroupStats:
+        """The group's state for /metrics and /health."""
+        stats = self.counters.stats(group, self.config)
+        stats.ready = True
+        stats.running = self.num_running
+        stats.waiting = self.num_waiting
+        stats.num_blocks = self.space.pool.num_blocks
+        stats.kv_usage = self.space.usage()
+        stats.stalled = now - self._in_flight[0].planned_at if self._in_flight else 0.0
+        return stats
+
+    def check(self) -> None:
+        """Raises AssertionError unless everything adds up: for tests, after every step."""
+        running = [seq for seq in self.requests.values() if seq.status == Status.RUNNING]
+        self.space.check(self.requests.values())
+        assert sorted(running, key=lambda seq: seq.order) == [s for s in self.running if s.status == Status.RUNNING]
+        slots = sorted([seq.slot for seq in running] + self._slots)
+        assert slots == list(range(self.max_running)), "slots differ from the running sequences"
+        for seq in self.requests.values():
+            assert not seq.finished
+            assert seq.total >= len(seq.tokens)
+            assert seq.scheduled <= seq.total
+            assert len(seq.tokens) < seq.max_len
+            assert seq.status != Status.RUNNING or seq.capacity >= min(seq.scheduled, len(seq.tokens))
+            assert seq.status == Status.RUNNING or (not seq.blocks and seq.slot < 0 and not seq.shareable)
+        waiting = set(self.waiting) | set(self._held) | {fork for seq in self.requests.values() for fork in seq.forks}
+        assert {seq for seq in waiting if not seq.finished} == set(self.requests.values()) - set(running)

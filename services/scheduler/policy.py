@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from services.scheduler.request import Sequence
 
@@ -30,6 +30,9 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting)
 
     def push(self, seq: Sequence) -> None:
         heapq.heappush(self._heap, (self._policy(seq), seq))

@@ -46,8 +46,6 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, block_size: int, enabled: bool = True) -> None:
         self.enabled = enabled
         self.block_size = block_size
-        self.queries = 0  # counter, tokens
-        self.hits = 0  # counter, tokens
         self._pool = pool
         self._roots: dict[bytes, Node] = {}
         self._nodes: dict[int, Node] = {}  # by block
@@ -86,12 +84,6 @@ class PrefixCache:
             if common > best:
                 best, source = common, node.children[tokens].block
         return best, source
-
-    def count(self, queries: int, hits: int) -> None:
-        """Counts a request's tokens, once: what it computes again after a preemption is no reuse."""
-        if self.enabled:
-            self.queries += queries
-            self.hits += hits
 
     def root(self, salt: str = "") -> Node:
         """The node to begin at."""

@@ -50,15 +50,14 @@ class Sequence:
         "bypassed",
         "cached",
         "capacity",
-        "counted",
         "crashes",
-        "first_delta",
         "fork_key",
         "forks",
         "id",
         "key",
         "last_step",
         "max_len",
+        "max_output",
         "node",
         "num_prompt",
         "order",
@@ -73,6 +72,7 @@ class Sequence:
         "stops",
         "tokens",
         "total",
+        "unreported",
     )
 
     def __init__(self, peer: bytes, request: Request, now: float, serial: int) -> None:
@@ -92,7 +92,8 @@ class Sequence:
         self.tokens.extend(unpack_ids(request.output))
         self.total = len(self.tokens)
         self.stops: frozenset[int] = frozenset()
-        self.max_len = 0
+        self.max_len = 0  # tokens, prompt included; set by the scheduler
+        self.max_output = 0  # the same, without the prompt
 
         self.status = Status.WAITING
         self.slot = -1
@@ -107,8 +108,7 @@ class Sequence:
         self.bypassed = 0  # times that later arrivals were admitted before it
         self.crashes = 0  # deaths of the worker with this in flight, since the last token
         self.cached = -1  # prompt tokens found in the prefix cache, known at the first admission
-        self.counted = False  # is in the prefix cache's and the prompt's counters
-        self.first_delta = True
+        self.unreported = True  # no delta of this attempt has been sent
 
     @property
     def finished(self) -> bool:
