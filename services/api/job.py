@@ -1,0 +1,164 @@
+"""The generations that answer one HTTP request: one per prompt, each with n samples."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+
+from services.api.metrics import Metrics, Record
+from shared.engine import EngineClient, Generation, Sample, SampleDelta
+from shared.errors import RequestError
+from shared.sampling import SamplingParams
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """How the prompt tokens were come by."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """OpenAI's usage object; the prompt counts once however many samples."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Job:
+    """Starts generating when made; whoever makes it must call `close`.
+
+    Choice `p * n + s` is sample s of prompt p.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        metrics: Metrics,
+        model: str,
+        prompts: Sequence[tuple[array[int], SamplingParams]],
+        cache_salt: str,
+        arrival: float,
+    ) -> None:
+        """Raises RequestError when the engine refuses a prompt."""
+        self.n = prompts[0][1].n
+        self.choices = len(prompts) * self.n
+        self._generations: list[Generation] = []
+        self._records: list[Record] = []
+        self._prompt_tokens = sum(len(prompt) for prompt, _ in prompts)
+        self._failed: set[int] = set()
+        try:
+            for prompt, params in prompts:
+                self._generations.append(engine.generate(prompt, params, cache_salt=cache_salt))
+                self._records.append(metrics.begin(model, len(prompt), self.n, params.max_tokens or 0, arrival))
+        except RequestError:
+            for record in self._records:
+                record.drop()
+            self.close()
+            raise
+
+    @property
+    def usage(self) -> Usage:
+        """What has been used so far."""
+        samples = [sample for generation in self._generations for sample in generation.samples]
+        completion = sum(len(sample.ids) for sample in samples)
+        cached = sum(generation.samples[0].cached_tokens for generation in self._generations)
+        prompt = self._prompt_tokens
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+    async def deltas(self) -> AsyncIterator[list[SampleDelta]]:
+        """What is new, with the index of the choice in each delta. Raises RequestError."""
+        if len(self._generations) == 1:
+            record = self._records[0]
+            try:
+                async for deltas in self._generations[0]:
+                    record.deltas(deltas)
+                    yield deltas
+            except RequestError as error:
+                self._fail(0, error)
+                raise
+            return
+        async for deltas in self._merged():
+            yield deltas
+
+    async def _merged(self) -> AsyncIterator[list[SampleDelta]]:
+        """The deltas of several generations; what comes while the consumer is busy comes at once."""
+        fresh: list[SampleDelta] = []
+        wake = asyncio.Event()
+
+        async def follow(position: int) -> None:
+            try:
+                async for deltas in self._generations[position]:
+                    self._records[position].deltas(deltas)
+                    for delta in deltas:
+                        delta.index += position * self.n
+                    fresh.extend(deltas)
+                    wake.set()
+            except RequestError as error:
+                self._fail(position, error)
+                raise
+            finally:
+                wake.set()
+
+        tasks = [asyncio.create_task(follow(position)) for position in range(len(self._generations))]
+        try:
+            while True:
+                await wake.wait()
+                wake.clear()
+                running = [task for task in tasks if not task.done()]
+                if fresh:
+                    batch = fresh[:]
+                    fresh.clear()
+                    yield batch
+                for task in tasks:
+                    if task.done() and (error := task.exception()):
+                        raise error
+                if not running and not fresh:
+                    return
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def samples(self) -> list[Sample]:
+        """All choices, in order, once they have ended. Raises RequestError."""
+        found: list[Sample] = []
+        for position, generation in enumerate(self._generations):
+            record = self._records[position]
+            try:
+                async for deltas in generation:
+                    record.deltas(deltas)  # the first token's time; the rest needs no wake-up per step
+                    if not record.untouched:
+                        break
+                samples = await generation.result()
+            except RequestError as error:
+                self._fail(position, error)
+                raise
+            record.samples(samples)
+            found += samples
+        return found
+
+    def _fail(self, position: int, error: RequestError) -> None:
+        record = self._records[position]
+        if record.untouched and error.status != 500:
+            record.drop()
+        self._failed.add(position)
+
+    def close(self) -> None:
+        """Aborts what still runs, and counts every request with how it ended. Idempotent."""
+        for position, record in enumerate(self._records):
+            generation = self._generations[position]
+            if position in self._failed:
+                record.finish("error")
+            elif all(sample.finish_reason for sample in generation.samples):
+                lengths = any(sample.finish_reason == "length" for sample in generation.samples)
+                record.finish("length" if lengths else "stop")
+            else:
+                record.samples(generation.samples)
+                record.finish("abort")
+        for generation in self._generations:
+            generation.abort()
