@@ -93,3 +93,95 @@ def tiny_model(kind: str, path: Path, *, seed: int = 0, dtype: str = "float32", 
     model.to(getattr(torch, dtype)).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
+
+
+GGUF_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+
+GGUF_PARTS = {  # Hugging Face name to GGUF name
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def to_gguf(folder: Path, file: Path, quantization: str = "F16") -> Path:
+    """Writes a tiny model's folder as the GGUF file that llama.cpp's converter would make of it, and returns `file`.
+
+    `quantization` of the matrices: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0; vectors stay F32.
+    """
+    import json
+
+    import gguf
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    name = GGUF_ARCHITECTURES[config["model_type"]]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(file, name)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    _add_tokenizer(writer, folder)
+    kind = gguf.GGMLQuantizationType[quantization]
+    for hf_name, weight in load_file(folder / "model.safetensors").items():
+        values = weight.float().numpy()
+        if name == "llama" and "q_proj" in hf_name:
+            values = _interleaved(values, heads)
+        if name == "llama" and "k_proj" in hf_name:
+            values = _interleaved(values, kv_heads)
+        own = kind if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(_gguf_name(hf_name), gguf.quants.quantize(values, own), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _interleaved(rows: Any, heads: int) -> Any:
+    """`permute` of llama.cpp's convert_hf_to_gguf.py."""
+    shape = rows.shape
+    return rows.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def _gguf_name(name: str) -> str:
+    stem, kind = name.rsplit(".", 1)
+    if stem.startswith("model.layers."):
+        _, _, layer, part = stem.split(".", 3)
+        return f"blk.{layer}.{GGUF_PARTS[part]}.{kind}"
+    return f"{GGUF_PARTS[stem]}.{kind}"
+
+
+def _add_tokenizer(writer: Any, folder: Path) -> None:
+    import json
+
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(vocab)
+    writer.add_token_types([3 if token in SPECIAL_TOKENS else 1 for token in vocab])  # control, normal
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)

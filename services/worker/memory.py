@@ -41,22 +41,20 @@ def num_blocks(
     """
     room = available - weight_bytes - overhead(config, info)  # bytes
     if config.num_gpu_blocks_override:
-        blocks, limit = config.num_gpu_blocks_override, "--num-gpu-blocks-override"
-    elif config.kv_cache_memory_bytes is not None:
-        _check_budget(config.kv_cache_memory_bytes, room)
-        blocks, limit = config.kv_cache_memory_bytes // block_bytes, "--kv-cache-memory-bytes"
+        size, limit = config.num_gpu_blocks_override * block_bytes, "--num-gpu-blocks-override"
     else:
-        share, limit = _share(config, info, weight_bytes, total, on_cpu), "the share of the memory"
-        if room < share:
-            share, limit = room, "the available memory"
-        if share <= 0:
+        size, limit = _budget(config, info, weight_bytes, total, on_cpu)
+        if room < size:
+            size, limit = room, "the available memory"
+        if size <= 0:
             raise _no_room(config, info, weight_bytes, total, available)
-        blocks = share // block_bytes
-    needed = blocks_for(info.max_model_len, config.block_size)
+    blocks, needed = size // block_bytes, blocks_for(info.max_model_len, config.block_size)
     if blocks < needed:
         raise _too_short(config, info, block_bytes, blocks, needed, room, limit)
     if config.num_gpu_blocks_override:
         return blocks
+    if (config.kv_cache_memory_bytes or 0) > room:
+        raise _too_much(config.kv_cache_memory_bytes or 0, room, needed * block_bytes)
     return min(blocks, needed * config.max_num_seqs)
 
 
@@ -70,23 +68,28 @@ def overhead(config: EngineConfig, info: ModelInfo) -> int:
     return BASE_OVERHEAD + 3 * 4 * info.vocab_size * min(config.max_num_seqs, config.max_num_batched_tokens)
 
 
-def _share(config: EngineConfig, info: ModelInfo, weight_bytes: int, total: int, on_cpu: bool) -> int:
+def _budget(config: EngineConfig, info: ModelInfo, weight_bytes: int, total: int, on_cpu: bool) -> tuple[int, str]:
+    """Bytes meant for the cache, whatever is available, and what says so."""
+    if config.kv_cache_memory_bytes is not None:
+        if config.kv_cache_memory_bytes < 1:
+            raise StartupError(f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}: must be at least 1")
+        return config.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
     utilization = config.gpu_memory_utilization
     if utilization is not None and not 0 < utilization <= 1:
         raise StartupError(f"--gpu-memory-utilization {utilization}: must be above 0 and at most 1")
     whole = int(total * (DEFAULT_UTILIZATION if utilization is None else utilization)) // config.local_workers
     share = whole - weight_bytes - overhead(config, info)
-    return min(share, DEFAULT_CPU_CACHE) if on_cpu and utilization is None else share
+    limit = "the share of the memory (--gpu-memory-utilization)"
+    return (min(share, DEFAULT_CPU_CACHE) if on_cpu and utilization is None else share), limit
 
 
-def _check_budget(wanted: int, room: int) -> None:
-    if wanted < 1:
-        raise StartupError(f"--kv-cache-memory-bytes {wanted}: must be at least 1")
-    if wanted > room:
-        raise StartupError(
-            f"--kv-cache-memory-bytes {wanted}: {_size(wanted)} are more than the {_size(max(room, 0))} that are free"
-            f" besides the model; give at most {max(room, 0)}"
-        )
+def _too_much(wanted: int, room: int, needed: int) -> StartupError:
+    # With a margin, since what is available changes from one start to the next.
+    fits = max(needed, int(room * 0.95) // MIB * MIB)
+    return StartupError(
+        f"--kv-cache-memory-bytes {wanted}: {_size(wanted)} are more than the {_size(room)} that are free besides the"
+        f" model; give at most {fits}"
+    )
 
 
 def _no_room(config: EngineConfig, info: ModelInfo, weight_bytes: int, total: int, available: int) -> StartupError:
