@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from services.tokenizer.decoder import Decoder, decoder_of, window_decoder
+from services.tokenizer.decoder import Decoder, WindowDecoder, decoder_of
 
 
 class Encoder(Protocol):
@@ -60,17 +60,20 @@ class Codec:
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # "default", and others by name
 
 
-def fast_codec(tokenizer: Any, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> Codec:
-    """A codec over a `tokenizers.Tokenizer`."""
-    return Codec(FastEncoder(tokenizer), decoder_of(tokenizer), special_tokens, chat_templates)
+def fast_codec(
+    tokenizer: Any, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str], vocab_size: int = 0
+) -> Codec:
+    """A codec over a `tokenizers.Tokenizer`, for a model of at least `vocab_size` ids."""
+    return Codec(FastEncoder(tokenizer), decoder_of(tokenizer, vocab_size), special_tokens, chat_templates)
 
 
-def slow_codec(tokenizer: Any, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> Codec:
-    """A codec over a Python tokenizer of transformers."""
-    special = frozenset(tokenizer.all_special_ids)
-    decoder = window_decoder(
-        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)),
-        special,
-        len(tokenizer),
-    )
+def slow_codec(
+    tokenizer: Any, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str], vocab_size: int = 0
+) -> Codec:
+    """A codec over a Python tokenizer of transformers, for a model of at least `vocab_size` ids."""
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    decoder = WindowDecoder(decode, tokenizer.all_special_ids, max(len(tokenizer), vocab_size))
     return Codec(SlowEncoder(tokenizer), decoder, special_tokens, chat_templates)

@@ -22,6 +22,7 @@ from shared.messages import DecodedItem, DecodeItem, pack_ids, unpack_ids
 MID_TEXT = b"\0"
 REPLACEMENT = "\ufffd"
 CONTEXT_IDS = 4  # ids of the text before that a window keeps, if they have text
+MAX_CONTEXT_IDS = 64
 HELD_IDS = 16  # ids a window holds back at most
 
 
@@ -81,6 +82,7 @@ class WindowDecoder:
     """
 
     def __init__(self, decode: Callable[[list[int]], str], special: Iterable[int], vocab_size: int) -> None:
+        """`decode`: the text of ids, special ones too; `special`: ids to skip on demand."""
         self._decode = decode
         self._special = frozenset(special)
         self._vocab_size = vocab_size
@@ -94,25 +96,25 @@ class WindowDecoder:
             return DecodedItem("", item.state)
         before = self._decode(context) if context else ""
         text = self._decode(context + held)
-        if text.endswith(REPLACEMENT) and not item.final and len(held) <= HELD_IDS:
+        if text.endswith(REPLACEMENT) and not item.final and len(held) < HELD_IDS:
             return DecodedItem("", _pack_window(context, held))
         return DecodedItem(text[len(before) :], _pack_window(self._shorten(context + held, text), []))
 
     def _shorten(self, ids: list[int], text: str) -> list[int]:
         """The last few ids, as many as give the end of the text by themselves."""
         count = CONTEXT_IDS
-        while count < len(ids):
+        while count < min(len(ids), MAX_CONTEXT_IDS):
             tail = self._decode(ids[-count:])
             if tail.strip() and REPLACEMENT not in tail and text.endswith(tail.lstrip()):
                 return ids[-count:]
             count *= 2
-        return ids
+        return ids[-MAX_CONTEXT_IDS:]
 
 
 def _unpack_window(state: bytes) -> tuple[list[int], list[int]]:
     if state in (b"", MID_TEXT):
         return [], []
-    if state[0] != 1 or len(state) % 4 != 1 + 4 % 4:
+    if state[0] != 1 or len(state) % 4 != 1 or len(state) < 5:
         raise ValueError("this decode state is of another tokenizer")
     count, *ids = unpack_ids(state[1:])
     return ids[:count], ids[count:]
@@ -127,14 +129,13 @@ def _unknown(ids: Iterable[int], vocab_size: int) -> str:
     return f"token id {wrong} is not in the vocabulary of {vocab_size}"
 
 
-def window_decoder(decode: Callable[[list[int]], str], special: Iterable[int], vocab_size: int) -> WindowDecoder:
-    """A decoder over a function that decodes all ids, special ones too."""
-    return WindowDecoder(decode, special, vocab_size)
+def decoder_of(tokenizer: Any, vocab_size: int = 0) -> Decoder:
+    """The decoder that gives what `tokenizer.decode` (a `tokenizers.Tokenizer`) gives for the whole.
 
-
-def decoder_of(tokenizer: Any) -> Decoder:
-    """The decoder that gives what `tokenizer.decode` (a `tokenizers.Tokenizer`) gives for the whole."""
+    Ids beyond the tokenizer's, below the model's `vocab_size`, have no text.
+    """
     tokens = _tokens(tokenizer)
+    tokens += [""] * (vocab_size - len(tokens))
     special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
     kind = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
     if kind.get("type") == "ByteLevel":
@@ -162,7 +163,7 @@ def _byte_level_alphabet() -> dict[int, int]:
     """Characters that stand for a byte each, to that byte: printable ones for themselves, the rest from U+0100 on."""
     itself = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in itself]
-    strange = {byte: 0xFFFF for byte in others}  # as characters, these stand for no byte
+    strange = dict.fromkeys(others, 0xFFFF)  # as characters, these stand for no byte
     return {**strange, **{byte: byte for byte in itself}, **{0x100 + n: byte for n, byte in enumerate(others)}}
 
 

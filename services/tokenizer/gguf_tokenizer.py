@@ -115,7 +115,9 @@ def _bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: A
 def _add_tokens(tokenizer: Tokenizer, tokens: Iterable[str], types: Iterable[int]) -> None:
     """Makes control and user-defined tokens match as a whole, before anything is split."""
     pairs = list(zip(tokens, types, strict=True))
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, kind in pairs if kind == CONTROL])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, normalized=False, special=True) for t, kind in pairs if kind == CONTROL]
+    )
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t, kind in pairs if kind == USER_DEFINED])
 
 
