@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from shared.hub import resolve
 
 from pagebus.supervisor import KILL_AFTER, Child, Supervisor
 from shared.api_config import ApiConfig
 from shared.config import EngineConfig
 from shared.errors import EXIT_CONFIG, StartupError
 from shared.flags import option, parse, to_argv
+from shared.hub import resolve
+from shared.listener import listen
 from shared.model_info import read_model_info
 
 POLL_SECONDS = 0.1  # between looks at /health while starting
@@ -52,28 +53,13 @@ def run(argv: Sequence[str]) -> int:
         positional="model",
     )
     try:
-        with listen(api.host, api.port) as listener:
+        with listen(api.host, api.port) as listener:  # before all else: a port in use shows at once
+            listener.set_inheritable(True)
             prepare(engine, serve)
             return _serve(engine, api, serve, listener)
     except StartupError as error:
         print(f"pagebus serve: {error}", file=sys.stderr)
         return EXIT_CONFIG
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """The listening socket that all api processes inherit. Raises StartupError when the address cannot be had."""
-    if not 0 <= port <= 65535:
-        raise StartupError(f"--port {port} is not a port; use 1 to 65535, or 0 for any free one")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.create_server(address[:2], family=family, backlog=2048)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise StartupError(f"cannot listen on {host}:{port}: {reason}; choose another with --port or --host") from None
-    listener.set_inheritable(True)
-    return listener
 
 
 def prepare(engine: EngineConfig, serve: ServeConfig) -> None:

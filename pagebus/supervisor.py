@@ -75,7 +75,7 @@ class Supervisor:
     _wake: tuple[socket.socket, socket.socket] | None = field(default=None, init=False)
 
     def run(self, on_tick: Callable[[], float]) -> int:
-        """Runs until stopped; returns the exit code. `on_tick` is called in between and returns seconds to its next call."""
+        """Runs until stopped; returns the exit code. `on_tick` is called in between; it returns seconds to its next."""
         with self._signals():
             try:
                 for child in self.children:

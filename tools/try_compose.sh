@@ -91,7 +91,7 @@ wait_healthy
 ask | grep -q '"chat.completion"'
 say "answered; now kill -9 in a worker and a tokenizer container, and ask again"
 for service in worker tokenizer; do
-  docker kill --signal KILL "$(compose ps -q $service | head -n 1)" >/dev/null
+  kill -9 "$(docker inspect --format '{{.State.Pid}}' "$(compose ps -q $service | head -n 1)")"
 done
 ask | grep -q '"chat.completion"'
 for service in scheduler tokenizer worker api; do
