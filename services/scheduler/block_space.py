@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from services.scheduler.block_pool import BlockPool
-from services.scheduler.prefix_cache import Match, Node, PrefixCache
+from services.scheduler.prefix_cache import Match, PrefixCache
 from services.scheduler.request import Sequence
 
 

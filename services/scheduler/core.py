@@ -17,12 +17,12 @@ from collections.abc import Iterable
 
 from services.scheduler.block_space import BlockSpaceManager
 from services.scheduler.counters import Counters
+from services.scheduler.limits import Limits
 from services.scheduler.policy import POLICIES, PeakEstimate, WaitingQueue, share_budget, share_leftover
 from services.scheduler.prefix_cache import Match
 from services.scheduler.request import FINISH_REASONS, Key, Sequence, Status
 from services.scheduler.step import Step
 from shared.config import EngineConfig
-from shared.errors import RequestError
 from shared.messages import Delta, GroupStats, Plan
 
 Deltas = dict[bytes, list[Delta]]  # by api process
@@ -53,8 +53,7 @@ class Scheduler:
         self.counters = counters or Counters()
         self.space = BlockSpaceManager(num_blocks, config.block_size, config.enable_prefix_caching)
         self.block_size = config.block_size
-        self.max_len = min(max_model_len, num_blocks * config.block_size)
-        self.max_model_len = max_model_len
+        self.limits = Limits(max_model_len, num_blocks * config.block_size, eos_token_ids)
         self.chunked = config.enable_chunked_prefill
         # Whole prompts need a budget that takes the longest; decodes then come on top of it.
         self.budget = (
@@ -65,7 +64,6 @@ class Scheduler:
         self.requests: dict[Key, Sequence] = {}
         self.running: list[Sequence] = []  # by order of arrival; ended ones are dropped before the next plan
         self.waiting = WaitingQueue(POLICIES[config.scheduling_policy])
-        self._eos = frozenset(eos_token_ids)
         self._estimate = PeakEstimate(config.block_size)
         self._slots = list(range(self.max_running - 1, -1, -1))
         self._release: list[int] = []
@@ -83,16 +81,13 @@ class Scheduler:
 
         Raises RequestError when it can never be served here.
         """
-        seq.max_len = self._limit(seq)
-        seq.max_output = seq.max_len - seq.num_prompt
-        seq.stops = self._stops(seq)
+        self.limits.apply(seq)
+        seq.last_step = -1
         if seq.num_output:
-            status = self._end_of(seq, seq.tokens[-1])
+            status = self.limits.end_of(seq)
             if status is not None:
                 seq.status = status
-                return self._delta(seq, [], stop_token=self._stop_token(seq, seq.tokens[-1]))
-        elif seq.num_prompt >= self.max_len:
-            raise RequestError(self._too_long(seq))
+                return self._delta(seq, [])
         self.requests[seq.key] = seq
         leader = self.requests.get(seq.fork_key) if seq.fork_key else None
         if leader is not None and leader is not seq and not leader.shareable and leader.status != Status.PREEMPTED:
@@ -137,7 +132,7 @@ class Scheduler:
         return back, deltas
 
     def withdraw_waiting(self) -> list[Sequence]:
-        """Gives back all sequences that hold nothing here, in order, for placement elsewhere; forks stay with a leader."""
+        """Gives back the sequences that hold nothing here, in order, except forks that wait for a running leader."""
         back = self.waiting.drain()
         for seq in list(back):
             back += seq.forks
@@ -145,23 +140,6 @@ class Scheduler:
         for seq in back:
             del self.requests[seq.key]
         return sorted(back, key=lambda seq: seq.order)
-
-    def _limit(self, seq: Sequence) -> int:
-        most = seq.params.max_tokens
-        return self.max_len if most is None else min(seq.num_prompt + most, self.max_len)
-
-    def _stops(self, seq: Sequence) -> frozenset[int]:
-        own = seq.params.stop_token_ids
-        base = frozenset() if seq.params.ignore_eos else self._eos
-        return base.union(own) if own else base
-
-    def _too_long(self, seq: Sequence) -> str:
-        if self.max_len == self.max_model_len:
-            return f"The prompt has {seq.num_prompt} tokens; the model takes {self.max_len}, at least one of output included."
-        return (
-            f"The prompt has {seq.num_prompt} tokens; the KV cache holds {self.max_len}, at least one of output included. "
-            "Shorten the prompt or give the server more KV cache memory."
-        )
 
     def _enqueue(self, seq: Sequence) -> None:
         self.waiting.push(seq)
@@ -381,24 +359,11 @@ class Scheduler:
         if seq.status == Status.RUNNING and not seq.shareable:
             seq.shareable = True
             self._release_forks(seq)
-        status = self._end_of(seq, token)
-        if status is None:
-            return self._delta(seq, [token])
-        self._estimate.ended(seq.num_output)
-        self._finish(seq, status)
-        return self._delta(seq, [token], stop_token=self._stop_token(seq, token))
-
-    def _end_of(self, seq: Sequence, token: int) -> Status | None:
-        """How the sequence ends with this token, its last so far; None if it goes on."""
-        if token in seq.stops and seq.num_output >= seq.params.min_tokens:
-            return Status.FINISHED_STOPPED
-        return Status.FINISHED_LENGTH if len(seq.tokens) >= seq.max_len else None
-
-    def _stop_token(self, seq: Sequence, token: int) -> int:
-        """What to report as the stop token: not the EOS."""
-        stopped = seq.status == Status.FINISHED_STOPPED
-        is_eos = token in self._eos and not seq.params.ignore_eos
-        return token if stopped and not is_eos else -1
+        status = self.limits.end_of(seq)
+        if status is not None:
+            self._estimate.ended(seq.num_output)
+            self._finish(seq, status)
+        return self._delta(seq, [token])
 
     def _fail(self, seq: Sequence) -> Delta:
         """Ends a sequence for which the model computed nonsense, and keeps its blocks from others."""
@@ -406,10 +371,11 @@ class Scheduler:
         self._finish(seq, Status.FINISHED_ERROR)
         return self._delta(seq, [], message="The model computed no valid probabilities for the next token.")
 
-    def _delta(self, seq: Sequence, ids: list[int], *, stop_token: int = -1, message: str = "") -> Delta:
+    def _delta(self, seq: Sequence, ids: list[int], message: str = "") -> Delta:
         """A delta of any kind; the first of an attempt says what was cached."""
-        cached, seq.unreported = (seq.cached, False) if seq.unreported else (-1, False)
+        cached, seq.unreported = seq.cached if seq.unreported else -1, False
         finish = FINISH_REASONS.get(seq.status, "")
+        stop_token = self.limits.stop_token(seq)
         return Delta(seq.id, seq.attempt, seq.num_output - len(ids), ids, finish, stop_token, cached, message)
 
     def _unhold(self) -> None:

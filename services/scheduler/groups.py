@@ -1,9 +1,9 @@
 """Which workers form a group, and which group serves a request. No I/O; time is an argument.
 
-Ranks come one by one and fill groups of `world_size`; extra ones wait as spares. Each change of a group's ranks gives it
-a new epoch, under which its ranks load and report ready; a complete, ready group has a `Scheduler`. When a rank leaves,
-its group ends: the other ranks go back among the spares, first in line, and the group's requests are placed anew, in the
-order in which the clients' requests arrived, so ahead of newer work.
+Ranks come one by one and fill groups of `world_size`; extra ones wait as spares. Each change of a group's ranks gives
+it a new epoch, under which its ranks load and report ready; a complete, ready group has a `Scheduler`. When a rank
+leaves, its group ends: the other ranks go back among the spares, first in line, and the group's requests are placed
+anew, in the order in which the clients' requests arrived, so ahead of newer work.
 """
 
 from __future__ import annotations
@@ -208,14 +208,14 @@ class Groups:
                     return scheduler
         if len(schedulers) < 2:
             return schedulers[0] if schedulers else None
-        able = [scheduler for scheduler in schedulers if len(seq.tokens) < scheduler.max_len]
+        able = [scheduler for scheduler in schedulers if len(seq.tokens) < scheduler.limits.max_len]
         if not able:
-            return max(schedulers, key=lambda scheduler: scheduler.max_len)
+            return max(schedulers, key=lambda scheduler: scheduler.limits.max_len)
         return min(able, key=lambda scheduler: placement_cost(scheduler, seq))
 
 
 def placement_cost(scheduler: Scheduler, seq: Sequence) -> int:
-    """What it costs to serve a sequence here, in tokens: those of it not cached, those queued before it, and the load."""
+    """What it costs to serve a sequence here, in tokens: those not cached, those queued before it, and the load."""
     return (
         len(seq.tokens)
         - scheduler.cached_tokens(seq)

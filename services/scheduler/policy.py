@@ -135,7 +135,7 @@ class PeakEstimate:
         self._sum += need[0]
 
     def fits(self, seq: Sequence, free: int) -> bool:
-        """Whether the sequence can run beside the others without a preemption, given the blocks left after admission."""
+        """Whether the sequence can run beside the others without preemption; `free` blocks are left after admission."""
         need = self.need(seq)
         return self._sum + need[0] <= free or peak_growth([*self._needs, need]) <= free
 
