@@ -51,7 +51,7 @@ EOS = 256
 MODEL = ModelInfo(
     path="", architecture="Fake", vocab_size=300, max_model_len=4096, eos_token_ids=[EOS], dtype="float32"
 )
-TIMEOUT = 20.0
+TIMEOUT = 10.0
 
 
 class FakePeer:
@@ -152,9 +152,9 @@ class FakeTokenizer(FakePeer):
             if "bad" in message.texts:
                 return CallFailed(message.call, "no such text", "prompt")
             strings = [list(text) for text in message.texts] if message.want_strings else []
-            return Encoded(message.call, [pack_ids(text.encode()) for text in message.texts], strings)
+            return Encoded(message.call, [pack_ids(list(text.encode())) for text in message.texts], strings)
         if isinstance(message, EncodeChat):
-            return Encoded(message.call, [pack_ids(message.messages)])
+            return Encoded(message.call, [pack_ids(list(message.messages))])
         assert isinstance(message, Decode)
         if any(299 in item.ids for item in message.items):
             return CallFailed(message.call, "299 is not a token")
