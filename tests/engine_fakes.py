@@ -10,6 +10,7 @@ import asyncio
 import codecs
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -93,6 +94,8 @@ class FakePeer:
             self.set(_alive=False)
             self._thread.join()
             self.router.close()
+            while reachable(self.address):  # libzmq closes in its own thread
+                time.sleep(0.001)
             for fd in self._pipe:
                 os.close(fd)
 
@@ -124,6 +127,12 @@ class FakePeer:
 def readable(fd: int) -> bool:
     """Whether a read would find something."""
     return bool(select.select([fd], [], [], 0)[0])
+
+
+def reachable(address: str) -> bool:
+    """Whether something listens at an ipc address."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(address.removeprefix("ipc://")) == 0
 
 
 class FakeTokenizer(FakePeer):
@@ -193,6 +202,7 @@ class FakeScheduler(FakePeer):
         *,
         engine: EngineConfig | None = None,
         allowed: int = 1 << 30,
+        limit: int = 1 << 30,
     ) -> None:
         self.epoch = time.time_ns()
         self.engine = engine or EngineConfig()
@@ -200,7 +210,7 @@ class FakeScheduler(FakePeer):
         self.tokenizers = [tokenizer.peer for tokenizer in tokenizers]
         self.allowed = allowed
         self.chunk = 1
-        self.limit = 1 << 30  # requests taken
+        self.limit = limit  # requests taken
         self.mangle: Callable[[list[Delta]], list[Delta]] = lambda items: items
         self.running: dict[int, Running] = {}
         self.apis: set[bytes] = set()
