@@ -39,14 +39,17 @@ GGUF_YARN = {
 class ModelConfig:
     """The values of a config.json. Getters raise StartupError, naming file and key, for a missing or wrong value."""
 
-    def __init__(self, values: Mapping[str, Any], source: str, prefix: str = "") -> None:
+    def __init__(
+        self, values: Mapping[str, Any], source: str, prefix: str = "", words: Mapping[str, str] | None = None
+    ) -> None:
         self.values = values
         self.source = source
         self._prefix = prefix
+        self._words = words or {}  # what the file calls the keys, where it has other names for them
 
     def error(self, key: str, problem: str) -> StartupError:
         """The error to raise about `key`."""
-        return StartupError(f"{self.source}: {self._prefix}{key} {problem}")
+        return StartupError(f"{self.source}: {self._prefix}{self._words.get(key, key)} {problem}")
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
         """An integer of at least `minimum`; absent or null gives the default, and an error where there is none."""
@@ -150,7 +153,7 @@ class ModelConfig:
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
-    return repr(values[key])[:60] if key in values else "nothing"
+    return "nothing" if values.get(key) is None else repr(values[key])[:60]
 
 
 def is_gguf(path: Path) -> bool:
@@ -191,7 +194,8 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         raise StartupError(f"{file.path}: is one part of several; join them with `llama-gguf-split --merge`")
     if meta.integer(f"{name}.expert_count", 0, minimum=0):
         raise StartupError(f"{file.path}: mixtures of experts are not supported")
-    values: dict[str, Any] = {key: _uniform(meta, f"{name}.{word}") for key, word in GGUF_INTEGERS.items()}
+    words = {key: f"{name}.{word}" for key, word in GGUF_INTEGERS.items()}
+    values: dict[str, Any] = {key: _uniform(meta, word) for key, word in words.items()}
     embedding = file.tensors.get("token_embd.weight")
     mistral = name == "llama" and values["sliding_window"]
     values |= {
@@ -204,7 +208,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         "use_sliding_window": bool(values["sliding_window"]),
         "max_window_layers": 0,
     }
-    config = ModelConfig(values, str(file.path))
+    config = ModelConfig(values, str(file.path), words=words)
     values["rope_parameters"] = _gguf_rope(meta, f"{name}.rope.", config.head_dim, file.floats("rope_freqs.weight"))
     return config
 
