@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.scheduler.core import MAX_BYPASS, MAX_CRASHES, Scheduler
+from services.scheduler.core import LOOKAHEAD, MAX_BYPASS, MAX_CRASHES, Scheduler
 from services.scheduler.request import Sequence
 from shared.config import EngineConfig
 from shared.errors import RequestError
@@ -301,3 +301,448 @@ TestRandom = SchedulerMachine.TestCase
 TestRandom.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+# Case I1: cold and warm answers are equal, and what was cached is reported to the token.
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33, 64, 65])
+def test_second_run_of_a_prompt_computes_only_its_last_token(length: int) -> None:
+    engine = Engine(block_size=16)
+    ids = []
+    for _ in range(3):
+        ids.append(engine.add(prompt(length), seed=5, max_tokens=40, ignore_eos=True))
+        engine.run()
+    assert [engine.cached[id] for id in ids] == [0, length - 1, length - 1]
+    engine.assert_right()
+    counters = engine.scheduler.counters
+    assert (counters.prefix_queries, counters.prefix_hits) == (3 * length, 2 * (length - 1))
+    assert counters.prompt_tokens == 3 * length
+    assert counters.generation_tokens == sum(map(len, engine.outputs.values()))
+
+
+def test_prompts_that_part_within_a_block_share_up_to_there_and_a_reply_is_cached_for_the_next_turn() -> None:
+    engine = Engine(block_size=16)
+    first = prompt(40)
+    engine.add(first, ignore_eos=True, max_tokens=40)
+    engine.run()
+    other = [*first[:37], (first[37] + 1) % VOCAB, *prompt(10, seed=1)]
+    parted = engine.add(other)
+    engine.run()
+    turn = first + engine.outputs[0]
+    second = engine.add([*turn, 1, 2, 3])
+    engine.run()
+    assert engine.cached[parted] == 37
+    assert engine.cached[second] == 64  # the full blocks of the 79 computed tokens
+    engine.assert_right()
+
+
+def test_without_prefix_caching_nothing_is_reused_and_nothing_counted() -> None:
+    engine = Engine(enable_prefix_caching=False)
+    for _ in range(2):
+        engine.add(prompt(20), seed=1)
+        engine.run()
+    assert engine.cached == {0: 0, 1: 0}
+    assert engine.scheduler.counters.prefix_queries == 0
+    assert engine.scheduler.space.pool.num_free == 64
+    engine.assert_right()
+
+
+def test_a_salt_keeps_caches_apart() -> None:
+    engine = Engine()
+    for salt in ("", "a", "b", "a", ""):
+        engine.add(prompt(20), salt=salt)
+        engine.run()
+    assert list(engine.cached.values()) == [0, 0, 0, 19, 19]
+    engine.assert_right()
+
+
+# Case J1: larger than the pool.
+
+
+def pool_engine() -> Engine:
+    return Engine(num_blocks=32, block_size=16, max_model_len=2048)
+
+
+def test_a_prompt_larger_than_the_pool_is_refused_with_the_numbers() -> None:
+    engine = pool_engine()
+    with pytest.raises(RequestError, match=r"600 tokens.*KV cache holds at most 511"):
+        engine.add(prompt(600))
+    with pytest.raises(RequestError, match=r"512 tokens"):
+        engine.add(prompt(512))
+    assert not engine.scheduler.has_work()
+
+
+def test_a_prompt_over_the_model_length_is_refused_with_the_numbers() -> None:
+    engine = Engine(num_blocks=1000, max_model_len=64)
+    with pytest.raises(RequestError, match=r"64 tokens.*model takes at most 63"):
+        engine.add(prompt(64))
+
+
+def test_growth_over_the_pool_ends_with_length_and_the_short_ones_behind_it_finish() -> None:
+    engine = pool_engine()
+    long = engine.add(prompt(400), max_tokens=400, ignore_eos=True)
+    short = [engine.add(prompt(20, seed=i), max_tokens=10, ignore_eos=True) for i in range(10)]
+    engine.run()
+    assert engine.last[long].finish == "length"
+    assert len(engine.outputs[long]) == 512 - 400
+    assert all(len(engine.outputs[id]) == 10 for id in short)
+    engine.assert_right()
+
+
+def test_a_prompt_that_fills_the_pool_is_admitted_though_a_copy_would_need_one_block_more() -> None:
+    engine = Engine(num_blocks=4, block_size=4, max_model_len=64)
+    engine.add(prompt(15), max_tokens=1)
+    engine.run()
+    again = engine.add([*prompt(14), (prompt(15)[14] + 1) % VOCAB], max_tokens=1)
+    engine.run()
+    assert engine.cached[again] == 12
+    engine.assert_right()
+
+
+# Case J5: the result does not depend on the budget.
+
+
+@pytest.mark.parametrize(
+    "flags", [{"max_num_batched_tokens": n} for n in (1, 3, 16, 17, 64)] + [{"enable_chunked_prefill": False}]
+)
+def test_output_does_not_depend_on_the_budget(flags: dict[str, object]) -> None:
+    engine = Engine(num_blocks=300, block_size=16, max_model_len=600, **flags)
+    decoding = [engine.add(prompt(5, seed=9), max_tokens=30) for _ in range(3)]
+    for _ in range(4):
+        engine.step()
+    for length in (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 500):
+        engine.add(prompt(length), max_tokens=6)  # each begins like the next longer one
+        engine.step()
+    engine.run()
+    assert len(engine.outputs) == len(decoding) + 11
+    engine.assert_right()
+
+
+def test_a_budget_below_the_number_of_running_requests_makes_progress_for_all() -> None:
+    engine = Engine(num_blocks=200, max_num_batched_tokens=3, max_num_seqs=16)
+    ids = [engine.add(prompt(5, seed=i), max_tokens=5, ignore_eos=True) for i in range(10)]
+    engine.run()
+    assert all(len(engine.outputs[id]) == 5 for id in ids)
+
+
+def test_whole_prompts_are_computed_in_one_step_when_chunking_is_off() -> None:
+    engine = Engine(max_model_len=50, max_num_batched_tokens=8, enable_chunked_prefill=False, num_blocks=400)
+    engine.add(prompt(3), max_tokens=30, ignore_eos=True)
+    engine.step()
+    for seed in range(4):
+        engine.add(prompt(40, seed), max_tokens=2, ignore_eos=True)
+    prefills = []
+    while (plan := engine.schedule()) is not None or engine.plans:
+        prefills += [count for count in (plan.counts if plan else []) if count > 1]
+        engine.execute()
+        engine.deliver()
+    assert len(prefills) == 4
+    assert min(prefills) > 30  # whole, but for what was cached by chance
+    engine.assert_right()
+
+
+# Case J6: one long prompt among short ones.
+
+
+def test_decodes_go_on_and_short_prompts_start_beside_a_long_one() -> None:
+    engine = Engine(num_blocks=1000, block_size=16, max_model_len=8192, max_num_batched_tokens=256)
+    streams = [engine.add(prompt(20, seed=i), max_tokens=200, ignore_eos=True) for i in range(4)]
+    for _ in range(10):
+        engine.step()
+    long = engine.add(prompt(4000, seed=10), max_tokens=5, ignore_eos=True)
+    engine.step()
+    shorts = []
+    while long not in engine.first_step:
+        before = [len(engine.outputs[id]) for id in streams]
+        if len(shorts) < 8:
+            shorts.append(engine.add(prompt(40, seed=20 + len(shorts)), max_tokens=5, ignore_eos=True))
+        engine.step()
+        assert [len(engine.outputs[id]) for id in streams] == [n + 1 for n in before]
+    assert len(shorts) == 8
+    assert all(engine.first_step[id] < engine.first_step[long] for id in shorts)
+    engine.run()
+    engine.assert_right()
+
+
+def test_short_prompts_start_behind_several_long_ones() -> None:
+    engine = Engine(num_blocks=2000, block_size=16, max_model_len=8192, max_num_batched_tokens=256)
+    longs = [engine.add(prompt(4000, seed=i), max_tokens=2) for i in range(4)]
+    shorts = [engine.add(prompt(40, seed=10 + i), max_tokens=2) for i in range(8)]
+    engine.run()
+    assert max(engine.first_step[id] for id in shorts) < min(engine.first_step[id] for id in longs)
+    assert [engine.first_step[id] for id in longs] == sorted(engine.first_step[id] for id in longs)
+
+
+def test_a_request_that_does_not_fit_is_passed_by_small_ones_but_not_for_ever() -> None:
+    engine = Engine(num_blocks=16, block_size=4, max_model_len=64, max_num_seqs=4)
+    engine.add(prompt(20, seed=1), max_tokens=30, ignore_eos=True)
+    engine.step()
+    large = engine.add(prompt(50, seed=2), max_tokens=10, ignore_eos=True)
+    small = [engine.add(prompt(3, seed=i), max_tokens=1) for i in range(3, 3 + MAX_BYPASS * 3)]
+    for _ in range(8):
+        engine.step()
+    assert large not in engine.first_step
+    assert small[0] in engine.last
+    while large not in engine.first_step:
+        engine.step()
+    assert sum(id in engine.last for id in small) <= MAX_BYPASS + LOOKAHEAD
+    engine.run()
+    engine.assert_right()
+
+
+# Case K1: aborts.
+
+
+def test_hundreds_of_aborted_streams_leave_nothing_behind() -> None:
+    engine = Engine(num_blocks=120, max_num_seqs=8)
+    rng = random.Random(1)
+    live: list[int] = []
+    for i in range(500):
+        live.append(engine.add(prompt(rng.randrange(1, 40), seed=i % 7), max_tokens=100))
+        engine.step()
+        if len(live) == 12:
+            victim = live.pop(rng.randrange(12))
+            if victim not in engine.last:
+                engine.abort(victim)
+                engine.scheduler.check()
+    for id in live:
+        if id not in engine.last:
+            engine.abort(id)
+    assert engine.scheduler.space.pool.num_referenced == 0
+    engine.run()
+    after = [engine.add(prompt(20, seed=i)) for i in range(20)]
+    engine.run()
+    engine.assert_right(after)
+
+
+def test_an_abort_frees_at_once_and_the_next_plan_releases_the_slot() -> None:
+    engine = Engine(max_num_seqs=1)
+    first = engine.add(prompt(10), max_tokens=50)
+    second = engine.add(prompt(12, seed=1))
+    engine.schedule()
+    engine.abort(first)
+    assert engine.scheduler.space.pool.num_referenced == 0
+    plan = engine.schedule()
+    assert plan is not None
+    assert plan.release == [0]
+    assert [admit.slot for admit in plan.admit] == [0]
+    engine.run()
+    engine.assert_right([second])
+    assert not engine.scheduler.abort((PEER, first))
+
+
+# Case Q3 and preemption.
+
+
+def tight_engine() -> Engine:
+    return Engine(num_blocks=20, block_size=4, max_num_seqs=8)
+
+
+def test_recomputing_after_preemption_is_no_hit() -> None:
+    engine = tight_engine()
+    for i in range(8):
+        # Stops make the estimate of outputs too low: they are expected at once.
+        engine.scheduler._estimate.ended(-8000)
+        engine.add(
+            [i % VOCAB, (i * i) % VOCAB, *prompt(9, seed=100 + i)], max_tokens=40, ignore_eos=False, min_tokens=40
+        )
+    engine.run()
+    counters = engine.scheduler.counters
+    assert counters.preemptions > 0
+    assert counters.prefix_queries == 8 * 11
+    partial = sum(engine.cached.values())
+    assert counters.prefix_hits == partial <= 8 * 3  # chance overlaps of short beginnings
+    hits = counters.prefix_hits
+    for _ in range(10):
+        engine.add(prompt(33, seed=1000), max_tokens=1)
+        engine.run()
+    assert counters.prefix_hits - hits >= 9 * 32
+    engine.assert_right()
+
+
+def test_preemption_is_rare_when_the_lengths_are_known() -> None:
+    engine = tight_engine()
+    for i in range(30):
+        engine.add(prompt(10, seed=i), max_tokens=30, ignore_eos=True)
+    engine.run()
+    assert engine.scheduler.counters.preemptions == 0
+    assert engine.scheduler.counters.steps < 30 * 30
+    engine.assert_right()
+
+
+def test_the_latest_arrival_is_preempted() -> None:
+    engine = Engine(num_blocks=6, block_size=4, max_model_len=64)
+    engine.scheduler._estimate.ended(-8000)
+    first = engine.add(prompt(8), max_tokens=16, min_tokens=16)
+    second = engine.add(prompt(8, seed=1), max_tokens=12, min_tokens=12)
+    engine.run()
+    assert engine.scheduler.counters.preemptions >= 1
+    assert list(engine.last) == [first, second]
+    engine.assert_right()
+
+
+# Samples of one prompt.
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 30])
+@pytest.mark.parametrize("caching", [True, False])
+def test_samples_share_the_blocks_of_the_prompt(length: int, caching: bool) -> None:
+    engine = Engine(enable_prefix_caching=caching)
+    leader = engine.add(prompt(length), max_tokens=20, ignore_eos=True)
+    for _ in range(3):
+        engine.add(prompt(length), fork_of=leader, max_tokens=20, ignore_eos=True)
+    while len(engine.first_step) < 4:
+        engine.step()
+    counters = engine.scheduler.counters
+    assert counters.step_tokens <= length + 3 + 4 * max(map(len, engine.outputs.values())) + 8
+    shared = (length - 1) // 4
+    tables = [seq.blocks for seq in engine.scheduler.running]
+    assert all(table[:shared] == tables[0][:shared] for table in tables)
+    assert len({table[shared] for table in tables}) == 4
+    engine.run()
+    engine.assert_right()
+    assert counters.prompt_tokens == length
+    assert list(engine.cached.values()) == [0, 0, 0, 0]
+    assert counters.prefix_hits == 0
+
+
+def test_samples_go_on_without_their_leader() -> None:
+    for leave in ("abort", "absent", "other prompt", "finished"):
+        engine = Engine()
+        leader = engine.add(prompt(10, seed=leave == "other prompt"), max_tokens=1 if leave == "finished" else 9)
+        fork = engine.add(prompt(10), fork_of=77 if leave == "absent" else leader)
+        ended = engine.add(prompt(10), fork_of=leader)
+        if leave == "abort":
+            engine.schedule()
+            engine.abort(ended)
+            engine.abort(leader)
+        engine.run()
+        engine.assert_right()
+        assert fork in engine.last
+
+
+# Ends.
+
+
+def test_the_stop_token_is_reported_and_the_eos_is_not() -> None:
+    engine = Engine()
+    request = engine.request(prompt(5), max_tokens=100)
+    output, finish, _ = generate_alone(request, 256)
+    assert finish == "stop"
+    assert output[-1] == EOS
+    plain = engine.add(prompt(5), seed=request.params.seed, max_tokens=100)
+    token = output[0]
+    stopped = engine.add(prompt(5), seed=request.params.seed, max_tokens=100, stop_token_ids=[token])
+    ignoring = engine.add(
+        prompt(5), seed=request.params.seed, max_tokens=100, ignore_eos=True, stop_token_ids=[EOS], min_tokens=1
+    )
+    engine.run()
+    assert engine.outputs[plain] == output
+    assert engine.last[plain].stop_token == -1
+    assert engine.outputs[stopped] == [token]
+    assert engine.last[stopped].stop_token == token
+    assert engine.last[ignoring].stop_token == EOS
+
+
+def test_the_row_after_the_last_token_is_not_computed() -> None:
+    engine = Engine()
+    engine.add(prompt(6), max_tokens=4, ignore_eos=True)
+    engine.run()
+    assert engine.scheduler.counters.step_tokens == 6 + 3
+    assert engine.scheduler.counters.steps == 4
+
+
+def test_nonsense_from_the_model_ends_that_request_only_and_is_not_reused() -> None:
+    engine = Engine()
+    bad = engine.add(prompt(9), max_tokens=9, ignore_eos=True)
+    good = engine.add(prompt(9, seed=3), max_tokens=9, ignore_eos=True)
+    while bad not in engine.first_step:
+        engine.step()
+    while not engine.results:
+        engine.schedule()
+        engine.execute()
+    step, tokens = engine.results.popleft()
+    engine.results.appendleft((step, [-1, *tokens[1:]]))
+    engine.deliver()
+    assert engine.last[bad].finish == "error"
+    assert "no valid probabilities" in engine.last[bad].message
+    engine.run()
+    engine.assert_right([good])
+    again = engine.add(prompt(9))
+    engine.run()
+    assert engine.cached[again] == 0
+    engine.assert_right([good, again])
+
+
+def test_a_request_that_kills_the_worker_again_and_again_ends_with_an_error() -> None:
+    engine = Engine()
+    poison = engine.add(prompt(9))
+    engine.schedule()
+    for _ in range(MAX_CRASHES - 1):
+        engine.die()
+        bystander = engine.add(prompt(5, seed=1))  # not yet in flight when the worker dies
+        engine.schedule() if poison not in engine.last else None
+    engine.die()
+    assert engine.last[poison].finish == "error"
+    assert "worker died" in engine.last[poison].message
+    engine.run()
+    engine.assert_right([bystander])
+
+
+def test_a_token_clears_the_count_of_crashes() -> None:
+    engine = Engine()
+    id = engine.add(prompt(9), max_tokens=40, ignore_eos=True)
+    for _ in range(3 * MAX_CRASHES):
+        engine.step()
+        engine.step()
+        engine.die()
+    engine.run()
+    engine.assert_right([id])
+
+
+def test_a_result_that_is_not_due_is_refused() -> None:
+    engine = Engine()
+    with pytest.raises(ValueError, match="not the result that is due"):
+        engine.scheduler.update(1, [])
+    engine.add(prompt(5))
+    plan = engine.schedule()
+    assert plan is not None
+    for step, tokens in ((plan.step + 1, [1]), (plan.step, []), (plan.step, [1, 1])):
+        with pytest.raises(ValueError, match="not the result that is due"):
+            engine.scheduler.update(step, tokens)
+    engine.run()
+    engine.assert_right()
+
+
+def test_a_resubmission_with_nothing_left_to_generate_ends_at_once() -> None:
+    engine = Engine()
+    request = engine.request(prompt(5), max_tokens=3, ignore_eos=True)
+    engine.outputs[request.id] = [1, 2, 3]
+    engine.submit(Request(request.id, 1, request.prompt, request.params, pack_ids([1, 2, 3])))
+    assert engine.last[request.id] == Delta(request.id, 1, 3, [], "length")
+    assert not engine.scheduler.has_work()
+
+
+def test_a_sequence_that_outgrew_a_smaller_pool_ends_with_length() -> None:
+    engine = Engine(num_blocks=2, block_size=4)
+    request = engine.request(prompt(9), max_tokens=30, ignore_eos=True)
+    engine.outputs[request.id] = [1]
+    engine.submit(Request(request.id, 1, request.prompt, request.params, pack_ids([1])))
+    assert engine.last[request.id].finish == "length"
+
+
+def test_statistics() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.add(prompt(10))
+    engine.add(prompt(10, seed=1))
+    engine.schedule()
+    stats = engine.scheduler.stats(3, engine.now + 2.0)
+    assert (stats.group, stats.ready, stats.running, stats.waiting) == (3, True, 1, 1)
+    assert (stats.num_blocks, stats.block_size, stats.kv_usage) == (64, 4, 3 / 64)
+    assert stats.stalled == pytest.approx(2.0)
+    assert (stats.steps, stats.step_tokens) == (1, 10)
+    engine.run()
+    stats = engine.scheduler.stats(3, engine.now)
+    assert (stats.running, stats.waiting, stats.kv_usage, stats.stalled) == (0, 0, 0.0, 0.0)
+    assert stats.generation_tokens == sum(map(len, engine.outputs.values()))

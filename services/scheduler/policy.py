@@ -78,9 +78,9 @@ def share_budget(prefills: list[Sequence], budget: int) -> tuple[list[tuple[Sequ
 
 
 def share_leftover(chunks: list[tuple[Sequence, int]], budget: int) -> list[tuple[Sequence, int]]:
-    """Adds what no newcomer took, to the prefills nearest to their end first."""
+    """Adds what no newcomer took, to the oldest first."""
     out = dict(chunks)
-    _give(out, sorted(out, key=_left), budget)
+    _give(out, list(out), budget)
     return list(out.items())
 
 
