@@ -278,8 +278,8 @@ class Waiter:
             self._poller.register(fd, zmq.POLLIN)
 
     def wait(self, seconds: float) -> None:
-        """Returns when there is something to read, after `seconds` at most."""
-        self._poller.poll(max(0, int(seconds * 1000) + 1))
+        """Returns when there is something to read, after `seconds` (to the next millisecond) at most."""
+        self._poller.poll(int(seconds * 1000) + 1 if seconds > 0 else 0)
 
     def until(self, deadline: float) -> None:
         """Like `wait`, up to a time of `time.monotonic`."""

@@ -104,9 +104,7 @@ class FakeScheduler(Inbox):
 
     def expect(self, kind: type[M], worker: bytes | None = None) -> tuple[bytes, M]:
         """The next message of a kind, and who sent it."""
-        found: tuple[bytes, M] = self.wait_for(
-            lambda item: isinstance(item[1], kind) and worker in (None, item[0])
-        )
+        found: tuple[bytes, M] = self.wait_for(lambda item: isinstance(item[1], kind) and worker in (None, item[0]))
         return found
 
     def welcome(self, engine: EngineConfig, model: ModelInfo = MODEL) -> tuple[bytes, Hello]:
@@ -131,8 +129,17 @@ class FakePeer(Inbox):
     With `beating` it keeps its heartbeats up while it waits.
     """
 
-    def __init__(self, address: str, role: str, *, loaded: str = "", own_address: str = "", beating: bool = True) -> None:
-        self.identity = new_identity()
+    def __init__(
+        self,
+        address: str,
+        role: str,
+        *,
+        loaded: str = "",
+        own_address: str = "",
+        beating: bool = True,
+        identity: bytes = b"",
+    ) -> None:
+        self.identity = identity or new_identity()
         self.role = role
         self.beating = beating
         self.hello = Hello(

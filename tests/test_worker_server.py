@@ -270,5 +270,3 @@ def test_messages_queue_while_nobody_takes_them() -> None:
         wake.set()
     wake.clear()
     wake.close()
-
-

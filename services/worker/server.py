@@ -76,6 +76,9 @@ class Worker:
             case Unknown():
                 self._void()
                 self._say(self._membership.unknown())
+            case Goodbye():
+                log.error("the scheduler gave this worker up: a step took too long")
+                self._exit = 1
             case Link.UP:
                 self._say(self._membership.connected(now))
             case Link.DOWN:
