@@ -72,8 +72,11 @@ def slow_codec(
 ) -> Codec:
     """A codec over a Python tokenizer of transformers, for a model of at least `vocab_size` ids."""
 
-    def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    size = len(tokenizer)
 
-    decoder = WindowDecoder(decode, tokenizer.all_special_ids, max(len(tokenizer), vocab_size))
+    def decode(ids: list[int]) -> str:
+        known = [i for i in ids if i < size]
+        return str(tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    decoder = WindowDecoder(decode, tokenizer.all_special_ids, max(size, vocab_size))
     return Codec(SlowEncoder(tokenizer), decoder, special_tokens, chat_templates)

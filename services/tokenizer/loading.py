@@ -13,6 +13,8 @@ from services.tokenizer.gguf_tokenizer import build
 from shared.errors import StartupError
 from shared.gguf_file import GGUFFile
 
+TOKENIZER_FILES = ("token*", "vocab*", "*.model", "tekken*")
+
 
 def load(path: Path, vocab_size: int = 0) -> Codec:
     """The tokenizer of the model at `path`. Raises StartupError. Reads local files only and runs no code from them.
@@ -33,6 +35,8 @@ def avoid_torch() -> None:
 
 
 def _from_folder(path: Path, vocab_size: int) -> Codec:
+    if not any(next(path.glob(pattern), None) for pattern in TOKENIZER_FILES):
+        raise StartupError(f"{path}: holds no tokenizer (tokenizer.json, tokenizer_config.json, tokenizer.model ...)")
     from transformers import AutoTokenizer
 
     try:
