@@ -44,7 +44,7 @@ def build_app(gateway: Gateway) -> Starlette:
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
         gateway.metrics.refused.labels(refusal_reason(error)).inc()
-        return error_response(error, {"Connection": "close"} if error.status == 413 else None)
+        return error_response(error)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

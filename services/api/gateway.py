@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from services.api.admission import Admission
+from services.api.errors import shorten
 from services.api.metrics import Metrics
 from shared.api_config import ApiConfig
 from shared.config import EngineConfig
@@ -83,16 +84,20 @@ class Gateway:
 
     def model_name(self, asked: str | None) -> str:
         """The name to answer with. Raises RequestError (404) for a model that is not served; none named: ours."""
-        engine, _ = self.served()
-        if asked and asked not in engine.names:
-            known = ", ".join(engine.names)
+        if asked:
+            self.check_model(asked)
+        return self.served()[0].names[0]
+
+    def check_model(self, name: str) -> None:
+        """Raises RequestError (404) when no model is served under this name."""
+        names = self.served()[0].names
+        if name not in names:
             raise RequestError(
-                f"The model {asked[:200]!r} does not exist; this server has {known}.",
+                f"The model {shorten(name, 200)!r} does not exist; this server has {', '.join(names)}.",
                 param="model",
                 code="model_not_found",
                 status=404,
             )
-        return engine.names[0]
 
     @contextmanager
     def admitted(self) -> Iterator[None]:

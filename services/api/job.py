@@ -28,6 +28,10 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
+    def at_start(self) -> Usage:
+        """The same before the first token."""
+        return msgspec.structs.replace(self, completion_tokens=0, total_tokens=self.prompt_tokens)
+
 
 class Job:
     """Starts generating when made; whoever makes it must call `close`.

@@ -40,7 +40,7 @@ class InfoRoutes:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        self.gateway.model_name(name)
+        self.gateway.check_model(name)
         return _json(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Chunks:
         """The first chunk of every choice."""
         if not self._shape.opening:
             return b""
-        tail = self._shape.opening + b',"logprobs":null,"finish_reason":null}' + self._end(usage)
+        tail = self._shape.opening + b',"logprobs":null,"finish_reason":null}' + self._end(usage.at_start())
         return b"".join(head + tail for head in self._heads)
 
     def deltas(self, deltas: list[SampleDelta], job: Job) -> bytes:
