@@ -12,6 +12,7 @@ from shared.model_info import ModelInfo
 MIB, GIB = 1 << 20, 1 << 30
 DEFAULT_UTILIZATION = 0.9
 DEFAULT_CPU_CACHE = 4 * GIB  # a CPU shares its memory with all else on the machine, so it is not filled unasked
+MARGIN = 0.95  # of what is available, in advice: the reading is another at the next start
 BASE_OVERHEAD = 256 * MIB  # libraries, allocator slack, activations of a step
 
 
@@ -44,13 +45,13 @@ def num_blocks(
         size, limit = config.num_gpu_blocks_override * block_bytes, "--num-gpu-blocks-override"
     else:
         size, limit = _budget(config, info, weight_bytes, total, on_cpu)
+        if room <= 0:
+            raise _no_room(config, info, weight_bytes, available)
         if room < size:
             size, limit = room, "the available memory"
-        if size <= 0:
-            raise _no_room(config, info, weight_bytes, total, available)
     blocks, needed = size // block_bytes, blocks_for(info.max_model_len, config.block_size)
     if blocks < needed:
-        raise _too_short(config, info, block_bytes, blocks, needed, room, limit)
+        raise _too_short(config, info, block_bytes, blocks, needed, int(room * MARGIN), limit)
     if config.num_gpu_blocks_override:
         return blocks
     if (config.kv_cache_memory_bytes or 0) > room:
@@ -80,44 +81,41 @@ def _budget(config: EngineConfig, info: ModelInfo, weight_bytes: int, total: int
     whole = int(total * (DEFAULT_UTILIZATION if utilization is None else utilization)) // config.local_workers
     share = whole - weight_bytes - overhead(config, info)
     limit = "the share of the memory (--gpu-memory-utilization)"
-    return (min(share, DEFAULT_CPU_CACHE) if on_cpu and utilization is None else share), limit
+    return max(0, min(share, DEFAULT_CPU_CACHE) if on_cpu and utilization is None else share), limit
 
 
-def _too_much(wanted: int, room: int, needed: int) -> StartupError:
-    # With a margin, since what is available changes from one start to the next.
-    fits = max(needed, int(room * 0.95) // MIB * MIB)
+def _no_room(config: EngineConfig, info: ModelInfo, weight_bytes: int, available: int) -> StartupError:
+    taken = _size(weight_bytes + overhead(config, info))
     return StartupError(
-        f"--kv-cache-memory-bytes {wanted}: {_size(wanted)} are more than the {_size(room)} that are free besides the"
-        f" model; give at most {fits}"
+        f"the model takes {taken} without any KV cache, but {_size(available)} of memory are available;"
+        " choose a smaller model or free memory"
     )
 
 
-def _no_room(config: EngineConfig, info: ModelInfo, weight_bytes: int, total: int, available: int) -> StartupError:
-    needed = _size(weight_bytes + overhead(config, info))
-    advice = "choose a smaller model or free memory"
-    if available - weight_bytes > overhead(config, info):
-        advice = "raise --gpu-memory-utilization, or set --kv-cache-memory-bytes"
-    shared = f" shared by {config.local_workers} workers" if config.local_workers > 1 else ""
+def _too_much(wanted: int, room: int, needed: int) -> StartupError:
+    fits = max(needed, int(room * MARGIN))
     return StartupError(
-        f"no memory is left for the KV cache: the model takes {needed}, of {_size(total)}{shared} with"
-        f" {_size(available)} available; {advice}"
+        f"--kv-cache-memory-bytes {wanted}: {_size(wanted)} are more than the {_size(room)} that are free besides the"
+        f" model; give --kv-cache-memory-bytes {fits} (or less)"
     )
 
 
 def _too_short(
     config: EngineConfig, info: ModelInfo, block_bytes: int, blocks: int, needed: int, room: int, limit: str
 ) -> StartupError:
-    advice = []
-    if blocks:
-        advice.append(f"--max-model-len {blocks * config.block_size} or less")
+    advice, fits = [], room // block_bytes
+    if 0 < blocks <= fits or (blocks and config.num_gpu_blocks_override):
+        advice.append(f"--max-model-len {blocks * config.block_size} (or less)")
     if config.num_gpu_blocks_override:
-        advice.append(f"--num-gpu-blocks-override {needed} or more")
-    elif needed * block_bytes <= room:
-        advice.append(f"--kv-cache-memory-bytes {needed * block_bytes} or more")
+        advice.append(f"--num-gpu-blocks-override {needed} (or more)")
+    elif needed <= fits:
+        advice.append(f"--kv-cache-memory-bytes {needed * block_bytes} (or more)")
+    elif fits:
+        advice.append(f"--max-model-len {fits * config.block_size} with --kv-cache-memory-bytes {fits * block_bytes}")
     return StartupError(
         f"one request of {info.max_model_len} tokens needs {_size(needed * block_bytes)} of KV cache, but {limit} gives"
         f" {_size(blocks * block_bytes)}, enough for {blocks * config.block_size} tokens;"
-        f" give {' or '.join(advice) or 'the machine more memory, or choose a smaller model'}"
+        f" {'give ' + ', or '.join(advice) if advice else 'free memory or choose a smaller model'}"
     )
 
 
