@@ -133,7 +133,7 @@ class _Socket:
             self.socket.close(linger=0)
 
     def flush(self, seconds: float) -> None:
-        """Closes the socket once what is queued has left, after `seconds` at most."""
+        """Closes the socket once what is queued has left, after `seconds` at most; `finish` waits for it."""
         if not self.socket.closed:
             self.socket.disable_monitor()
             self.monitor.close(linger=0)
@@ -264,6 +264,11 @@ class DealerLink(_Socket):
         except zmq.Again:
             return False
         return True
+
+
+def finish() -> None:
+    """Waits until all links, which must be closed, have sent what they were to flush. For the end of a process."""
+    zmq.Context.instance().term()
 
 
 class Waiter:

@@ -86,7 +86,7 @@ class Inbox:
                     self.pending.remove(item)
                     return item
             left = deadline - time.monotonic()
-            assert left > 0, f"only received {self.pending}"
+            assert left > 0, f"only received {str(self.pending[-20:])[:2000]}"
             self._waiter.wait(min(left, 0.2))
             self.pending += self.receive()
 

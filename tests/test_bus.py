@@ -85,7 +85,7 @@ def collect(link: Any, enough: Callable[[list[Any]], bool]) -> list[Any]:
     """Receives until it is enough."""
     waiter, got, deadline = Waiter(link), [], time.monotonic() + PATIENCE
     while not enough(got):
-        assert time.monotonic() < deadline, f"only got {got}"
+        assert time.monotonic() < deadline, f"only got {got[-20:]}"
         waiter.wait(0.2)
         got += link.recv()
     return got

@@ -12,7 +12,7 @@ import msgspec
 
 from services.worker.null import NullEngine
 from services.worker.server import Worker
-from shared import log
+from shared import bus, log
 from shared.errors import EXIT_CONFIG, StartupError
 from shared.flags import option, parse
 from shared.wake import on_stop
@@ -47,5 +47,6 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
+    bus.finish()
     logging.shutdown()
     os._exit(code)  # the compute thread may be deep in native code; waiting for it or unwinding it could hang
