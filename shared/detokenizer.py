@@ -134,10 +134,10 @@ class Detokenizer:
             if stream.final:
                 self._finish(stream, text)
                 continue
-            stream.generation.grow(stream.index, text, entry.output[stream.reported : entry.decoded].tolist())
+            stream.generation.grow(stream.index, text, sent.ids)
             stream.reported = entry.decoded
             stream.busy = False
-            if entry.finish or len(entry.output) > entry.decoded:
+            if entry.finish or len(entry.output) > stream.reported:
                 self.push(stream)
 
     def _refused(self, batch: list[Stream], items: list[DecodeItem], error: RequestError) -> None:

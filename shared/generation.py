@@ -23,7 +23,7 @@ class SampleDelta(msgspec.Struct, gc=False):
 class Sample:
     """One of the n continuations of a prompt, as far as it has been decoded."""
 
-    __slots__ = ("_parts", "_reported", "cached_tokens", "finish_reason", "ids", "index", "stop_reason")
+    __slots__ = ("_known", "_new", "_reported", "cached_tokens", "finish_reason", "ids", "index", "stop_reason")
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -31,31 +31,32 @@ class Sample:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.cached_tokens = 0  # prompt tokens its first attempt read from the prefix cache
-        self._parts: list[str] = []
-        self._reported = (0, 0)  # parts, ids handed out in deltas
+        self._known: list[str] = []  # text handed out in deltas
+        self._new: list[str] = []  # text not yet handed out
+        self._reported = 0  # ids handed out
 
     @property
     def text(self) -> str:
         """The text so far; what could be the beginning of a stop string is held back."""
-        if len(self._parts) > 1 and self._reported[0] == len(self._parts):
-            self._parts = ["".join(self._parts)]
-            self._reported = (1, self._reported[1])
-        return "".join(self._parts)
+        self._known = ["".join(self._known)]
+        return "".join([*self._known, *self._new])
 
     def grow(self, text: str, ids: list[int]) -> None:
         """Appends decoded text and the ids it came from."""
         if text:
-            self._parts.append(text)
+            self._new.append(text)
         self.ids += ids
 
     def take(self) -> SampleDelta:
         """Everything since the last call."""
-        parts, ids = self._reported
-        delta = SampleDelta(
-            self.index, "".join(self._parts[parts:]), self.ids[ids:], self.finish_reason, self.stop_reason
-        )
-        self._reported = (len(self._parts), len(self.ids))
-        return delta
+        text = ""
+        if self._new:
+            text = self._new[0] if len(self._new) == 1 else "".join(self._new)
+            self._known.append(text)
+            self._new = []
+        ids = self.ids[self._reported :]
+        self._reported = len(self.ids)
+        return SampleDelta(self.index, text, ids, self.finish_reason, self.stop_reason)
 
 
 class Generation:
@@ -91,7 +92,8 @@ class Generation:
                 raise StopAsyncIteration
             await self._wait(end=False)
         fresh, self._fresh = self._fresh, {}
-        return [self.samples[index].take() for index in fresh]
+        samples = self.samples
+        return [samples[index].take() for index in fresh]
 
     async def result(self) -> list[Sample]:
         """All samples once they have ended, without a wake-up per step. Raises RequestError."""
@@ -111,7 +113,7 @@ class Generation:
         """Engine side: a sample's new text and ids."""
         self.samples[index].grow(text, ids)
         self._fresh[index] = None
-        if not self._wants_end:
+        if self._waiter is not None and not self._wants_end:
             self._wake()
 
     def finish(self, index: int, reason: str, stop_reason: str | int | None) -> None:

@@ -96,6 +96,9 @@ class Entry:
         `boundary` ids are never taken together with later ones.
         """
         start = self.decoded
+        if not self.finish and start >= boundary:
+            self.decoded = len(self.output)
+            return (self.output[start:].tolist(), False) if self.decoded > start else None
         silent = self.finish == "stop" and not self.params.include_stop_str_in_output
         text_end = max(len(self.output) - silent, start)
         end = min(text_end, boundary) if start < boundary else text_end
