@@ -1,0 +1,292 @@
+#include "decoder.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace pagebus {
+namespace {
+
+void require(bool ok, const std::string& message) {
+  if (!ok) throw std::invalid_argument(message);
+}
+
+std::string text(int64_t n) { return std::to_string(n); }
+
+// Rows a multiple of 4096 bytes apart would fall on the same cache sets.
+int64_t leading(int64_t n) { return round_up(n, kPanel) + kPanel; }
+
+// Denormals and rounding as the default has them, whatever the calling thread has set: the same bits everywhere.
+class DefaultFloatMode {
+ public:
+  DefaultFloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~DefaultFloatMode() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+};
+
+}  // namespace
+
+Decoder::Decoder(DecoderConfig config, const std::string& isa, int threads)
+    : config_(std::move(config)), engine_(isa, threads) {
+  const DecoderConfig& c = config_;
+  constexpr int64_t limit = int64_t(1) << 24;
+  for (int64_t size :
+       {c.vocab_size, c.hidden_size, c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size})
+    require(size >= 1 && size <= limit, "every size of the decoder must be in [1, 2^24], got " + text(size));
+  require(c.num_heads % c.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads");
+  require(int64_t(c.inv_freq.size()) * 2 <= c.head_dim, "rope.dim must be at most head_dim");
+  require(int64_t(c.windows.size()) == c.num_layers, "windows must hold one entry per layer");
+  for (int window : c.windows) require(window >= 0, "windows must not be negative");
+  require(c.block_size >= 1 && c.block_size <= 256, "block_size must be in [1, 256], got " + text(c.block_size));
+  cache_.dtype = c.dtype;
+  cache_.block_size = int(c.block_size);
+  cache_.kv_heads = int(c.num_kv_heads);
+  cache_.head_dim = int(c.head_dim);
+  finish_cache_layout(cache_, c.num_layers);
+  const int group = int(c.num_heads / c.num_kv_heads);
+  engine_.reserve(Engine::attention_scratch(cache_, group));
+  ld_hidden_ = leading(c.hidden_size);
+  ld_qkv_ = leading((c.num_heads + 2 * c.num_kv_heads) * c.head_dim);
+  ld_attn_ = leading(c.num_heads * c.head_dim);
+  ld_mlp_ = leading(c.intermediate_size);
+  place_weights();
+}
+
+// One mapping holds all matrices, so that it can take huge pages; nothing is touched before its weight is loaded.
+void Decoder::place_weights() {
+  const DecoderConfig& c = config_;
+  const int64_t q = c.num_heads * c.head_dim, kv = c.num_kv_heads * c.head_dim;
+  layers_.resize(size_t(c.num_layers));
+  std::vector<Packed*> matrices;
+  for (Layer& layer : layers_) {
+    layer.qkv = packed_layout(c.dtype, q + 2 * kv, c.hidden_size, false);
+    layer.o = packed_layout(c.dtype, c.hidden_size, q, false);
+    layer.gate_up = packed_layout(c.dtype, c.intermediate_size, c.hidden_size, true);
+    layer.down = packed_layout(c.dtype, c.hidden_size, c.intermediate_size, false);
+    matrices.insert(matrices.end(), {&layer.qkv, &layer.o, &layer.gate_up, &layer.down});
+  }
+  head_ = packed_layout(c.dtype, c.vocab_size, c.hidden_size, false);
+  matrices.push_back(&head_);
+  int64_t bytes = 0;
+  for (const Packed* w : matrices) bytes += packed_bytes(*w);
+  const int64_t rows_at = bytes;
+  if (!c.tie_embeddings) bytes += c.vocab_size * c.hidden_size * dtype_bytes(c.dtype);
+  weights_ = Memory(size_t(bytes), true);
+  if (!c.tie_embeddings) embed_rows_ = weights_.data() + rows_at;
+  int64_t at = 0;
+  for (Packed* w : matrices) {
+    w->data = weights_.data() + at;
+    at += packed_bytes(*w);
+  }
+
+  const int64_t hidden = round_up(c.hidden_size, kPanel), dim = cache_.padded_dim;
+  const int64_t biases =
+      layers_[0].qkv.panels + layers_[0].o.panels + layers_[0].gate_up.panels + layers_[0].down.panels;
+  floats_ = Memory(size_t(c.num_layers * (2 * hidden + 2 * dim + biases * kPanel) + hidden) * 4);
+  for (Layer& layer : layers_) {
+    layer.attn_norm = place_floats(hidden);
+    layer.mlp_norm = place_floats(hidden);
+    layer.q_norm = c.qk_norm ? place_floats(dim) : nullptr;
+    layer.k_norm = c.qk_norm ? place_floats(dim) : nullptr;
+    if (c.qkv_bias) layer.qkv.bias = place_floats(layer.qkv.panels * kPanel);
+    if (c.o_bias) layer.o.bias = place_floats(layer.o.panels * kPanel);
+    if (c.mlp_bias) layer.gate_up.bias = place_floats(layer.gate_up.panels * kPanel);
+    if (c.mlp_bias) layer.down.bias = place_floats(layer.down.panels * kPanel);
+  }
+  final_norm_ = place_floats(hidden);
+}
+
+float* Decoder::place_floats(int64_t n) {
+  float* at = floats_.floats() + placed_floats_;
+  placed_floats_ += n;
+  return at;
+}
+
+void Decoder::load_matrix(Packed& w, const Tensor& tensor, int64_t rows, int64_t first, int half) {
+  require(tensor.shape == std::vector<int64_t>{rows, w.k}, "the shape must be [" + text(rows) + ", " + text(w.k) + "]");
+  engine_.pack({&w, tensor.data, tensor.dtype, first, half}, rows);
+}
+
+void Decoder::load_floats(float* to, const Tensor& tensor, int64_t n) {
+  require(to, "the decoder has no such weight");
+  require(tensor.shape == std::vector<int64_t>{n}, "the shape must be [" + text(n) + "]");
+  engine_.kernels().widen(tensor.dtype, tensor.data, to, n);
+}
+
+void Decoder::load_gated_bias(Packed& w, const Tensor& tensor, int half) {
+  std::vector<float> values(size_t(w.n));
+  load_floats(w.bias ? values.data() : nullptr, tensor, w.n);
+  for (int64_t i = 0; i < w.n; ++i) w.bias[(i / kPanel * 2 + half) * kPanel + i % kPanel] = values[size_t(i)];
+}
+
+void Decoder::load(int64_t index, const std::string& name, const Tensor& tensor) {
+  const std::lock_guard lock(mutex_);
+  const DecoderConfig& c = config_;
+  const int64_t hidden = c.hidden_size, ff = c.intermediate_size;
+  const int64_t q = c.num_heads * c.head_dim, kv = c.num_kv_heads * c.head_dim;
+  if (index < 0) {
+    if (name == "final_norm.weight") return load_floats(final_norm_, tensor, hidden);
+    if (name == "lm_head.weight" && !c.tie_embeddings) return load_matrix(head_, tensor, c.vocab_size, 0, 0);
+    if (name == "embed.weight" && c.tie_embeddings) return load_matrix(head_, tensor, c.vocab_size, 0, 0);
+    require(name == "embed.weight", "the decoder has no such weight");
+    require(tensor.shape == std::vector<int64_t>{c.vocab_size, hidden}, "the shape must be [vocab_size, hidden_size]");
+    engine_.pool().run(c.vocab_size, [&](int64_t row, int) {
+      std::vector<float> values(static_cast<size_t>(hidden));
+      const char* source = static_cast<const char*>(tensor.data) + row * hidden * dtype_bytes(tensor.dtype);
+      engine_.kernels().widen(tensor.dtype, source, values.data(), hidden);
+      engine_.kernels().narrow(c.dtype, values.data(), embed_rows_ + row * hidden * dtype_bytes(c.dtype), hidden);
+    });
+    return;
+  }
+  require(index < c.num_layers, "layer out of range");
+  Layer& layer = layers_[size_t(index)];
+  const auto offset = [](float* bias, int64_t n) { return bias ? bias + n : nullptr; };
+  if (name == "attn_norm.weight") return load_floats(layer.attn_norm, tensor, hidden);
+  if (name == "mlp_norm.weight") return load_floats(layer.mlp_norm, tensor, hidden);
+  if (name == "q_norm.weight") return load_floats(layer.q_norm, tensor, c.head_dim);
+  if (name == "k_norm.weight") return load_floats(layer.k_norm, tensor, c.head_dim);
+  if (name == "q.weight") return load_matrix(layer.qkv, tensor, q, 0, 0);
+  if (name == "k.weight") return load_matrix(layer.qkv, tensor, kv, q, 0);
+  if (name == "v.weight") return load_matrix(layer.qkv, tensor, kv, q + kv, 0);
+  if (name == "o.weight") return load_matrix(layer.o, tensor, hidden, 0, 0);
+  if (name == "gate.weight") return load_matrix(layer.gate_up, tensor, ff, 0, 0);
+  if (name == "up.weight") return load_matrix(layer.gate_up, tensor, ff, 0, 1);
+  if (name == "down.weight") return load_matrix(layer.down, tensor, hidden, 0, 0);
+  if (name == "q.bias") return load_floats(layer.qkv.bias, tensor, q);
+  if (name == "k.bias") return load_floats(offset(layer.qkv.bias, q), tensor, kv);
+  if (name == "v.bias") return load_floats(offset(layer.qkv.bias, q + kv), tensor, kv);
+  if (name == "o.bias") return load_floats(layer.o.bias, tensor, hidden);
+  if (name == "gate.bias") return load_gated_bias(layer.gate_up, tensor, 0);
+  if (name == "up.bias") return load_gated_bias(layer.gate_up, tensor, 1);
+  if (name == "down.bias") return load_floats(layer.down.bias, tensor, hidden);
+  throw std::invalid_argument("the decoder has no such weight");
+}
+
+void Decoder::allocate_kv(int64_t blocks) {
+  const std::lock_guard lock(mutex_);
+  require(blocks >= 0 && blocks <= INT32_MAX, "the number of KV blocks must be in [0, 2^31), got " + text(blocks));
+  kv_ = Memory();
+  num_blocks_ = 0;
+  kv_ = Memory(size_t(blocks * cache_.block_bytes));
+  cache_.kv = kv_.data();
+  num_blocks_ = blocks;
+}
+
+void Decoder::copy_blocks(std::span<const int32_t> pairs) {
+  const std::lock_guard lock(mutex_);
+  require(pairs.size() % 2 == 0, "copies must be pairs");
+  for (int32_t block : pairs) require(block >= 0 && block < num_blocks_, "KV block " + text(block) + " does not exist");
+  for (size_t i = 0; i < pairs.size(); i += 2) {
+    if (pairs[i] == pairs[i + 1]) continue;
+    std::memcpy(cache_.kv + pairs[i + 1] * cache_.block_bytes, cache_.kv + pairs[i] * cache_.block_bytes,
+                size_t(cache_.block_bytes));
+  }
+}
+
+void Decoder::check(const Batch& b) const {
+  const auto rows = int64_t(b.tokens.size()), sequences = int64_t(b.context_lens.size());
+  require(int64_t(b.positions.size()) == rows, "positions must be as many as tokens");
+  require(int64_t(b.query_start.size()) == sequences + 1, "query_start must have one entry more than context_lens");
+  require(int64_t(b.block_tables.size()) == sequences * b.table_width, "block_tables must have one row per sequence");
+  require(b.query_start[0] == 0 && b.query_start.back() == rows, "query_start must run from 0 to the number of tokens");
+  for (int32_t token : b.tokens)
+    require(token >= 0 && token < config_.vocab_size, "token " + text(token) + " is not in the vocabulary");
+  for (int32_t row : b.logit_rows)
+    require(row >= 0 && row < rows, "logit row " + text(row) + " is not a row of the step");
+  for (int64_t s = 0; s < sequences; ++s) {
+    const int32_t first = b.query_start[size_t(s)], end = b.query_start[size_t(s) + 1],
+                  length = b.context_lens[size_t(s)];
+    require(first <= end, "query_start must not fall");
+    if (first == end) continue;
+    require(length >= end - first, "context_lens must count the step's tokens");
+    for (int32_t t = first; t < end; ++t)
+      require(b.positions[size_t(t)] == length - (end - t), "positions must be successive and end at context_lens - 1");
+    const int64_t blocks = (length + config_.block_size - 1) / config_.block_size;
+    require(blocks <= b.table_width, "block_tables is too narrow for " + text(length) + " tokens");
+    for (int64_t i = 0; i < blocks; ++i) {
+      const int32_t block = b.block_tables[size_t(s * b.table_width + i)];
+      require(block >= 0 && block < num_blocks_, "KV block " + text(block) + " does not exist");
+    }
+  }
+}
+
+// Activation rows grow to the largest step seen; the zeros between a row's end and its padding are never written.
+void Decoder::reserve(int64_t rows) {
+  if (rows <= capacity_) return;
+  capacity_ = round_up(rows, 64);
+  const auto make = [&](int64_t floats) { return Memory(size_t(capacity_ * floats) * 4, true); };
+  hidden_ = make(ld_hidden_);
+  normed_ = make(ld_hidden_);
+  qkv_ = make(ld_qkv_);
+  q_ = make(config_.num_heads * cache_.padded_dim);
+  attn_ = make(ld_attn_);
+  mlp_ = make(ld_mlp_);
+  cos_ = make(std::max<int64_t>(1, int64_t(config_.inv_freq.size())));
+  sin_ = make(std::max<int64_t>(1, int64_t(config_.inv_freq.size())));
+}
+
+void Decoder::embed(const Batch& b) {
+  const int64_t hidden = config_.hidden_size;
+  engine_.pool().run(step_.rows, [&](int64_t row, int) {
+    float* to = hidden_.floats() + row * ld_hidden_;
+    const int64_t token = b.tokens[size_t(row)];
+    if (embed_rows_)
+      engine_.kernels().widen(config_.dtype, embed_rows_ + token * hidden * dtype_bytes(config_.dtype), to, hidden);
+    else
+      engine_.kernels().unpack_row(head_, token, to);
+  });
+}
+
+void Decoder::run_layer(const Layer& layer, int index) {
+  const DecoderConfig& c = config_;
+  const int64_t rows = step_.rows;
+  const int group = int(c.num_heads / c.num_kv_heads), rope_dim = int(2 * c.inv_freq.size());
+  float *h = hidden_.floats(), *x = normed_.floats(), *qkv = qkv_.floats(), *q = q_.floats(), *attn = attn_.floats();
+  float* mlp = mlp_.floats();
+  engine_.rms_norm(h, ld_hidden_, layer.attn_norm, x, ld_hidden_, rows, c.hidden_size, c.norm_eps);
+  engine_.gemm({&layer.qkv, x, ld_hidden_, qkv, ld_qkv_, Epilogue::store}, rows);
+  engine_.rope({&step_, &cache_, qkv, ld_qkv_, q, group, index, rope_dim, cos_.floats(), sin_.floats(), layer.q_norm,
+                layer.k_norm, c.norm_eps, c.attention_scale});
+  attention_.run(engine_, {&step_, &cache_, q, attn, ld_attn_, group, index, c.windows[size_t(index)], 0, nullptr});
+  engine_.gemm({&layer.o, attn, ld_attn_, h, ld_hidden_, Epilogue::add}, rows);
+  engine_.rms_norm(h, ld_hidden_, layer.mlp_norm, x, ld_hidden_, rows, c.hidden_size, c.norm_eps);
+  engine_.gemm({&layer.gate_up, x, ld_hidden_, mlp, ld_mlp_, Epilogue::silu_mul}, rows);
+  engine_.gemm({&layer.down, mlp, ld_mlp_, h, ld_hidden_, Epilogue::add}, rows);
+}
+
+void Decoder::forward(const Batch& b, float* logits) {
+  const std::lock_guard lock(mutex_);
+  check(b);
+  const auto rows = int64_t(b.tokens.size()), sequences = int64_t(b.context_lens.size()),
+             wanted = int64_t(b.logit_rows.size());
+  if (!rows) return;
+  const DefaultFloatMode float_mode;
+  reserve(rows);
+  sequence_.resize(size_t(rows));
+  for (int64_t s = 0; s < sequences; ++s)
+    std::fill(sequence_.begin() + b.query_start[size_t(s)], sequence_.begin() + b.query_start[size_t(s) + 1],
+              int32_t(s));
+  step_ = {rows, b.positions.data(), sequence_.data(), b.block_tables.data(), b.table_width};
+  attention_.build(b.query_start.data(), b.context_lens.data(), sequences, cache_,
+                   int(config_.num_heads / config_.num_kv_heads), engine_.pool().threads());
+  rope_table(engine_.pool(), b.positions.data(), rows, config_.inv_freq, config_.attention_factor, cos_.floats(),
+             sin_.floats());
+  embed(b);
+  for (size_t i = 0; i < layers_.size(); ++i) run_layer(layers_[i], int(i));
+
+  float* x = normed_.floats();
+  for (int64_t begin = 0; begin < wanted; begin += capacity_) {
+    const int64_t count = std::min(capacity_, wanted - begin);
+    for (int64_t r = 0; r < count; ++r)
+      engine_.rms_norm(hidden_.floats() + b.logit_rows[size_t(begin + r)] * ld_hidden_, ld_hidden_, final_norm_,
+                       x + r * ld_hidden_, ld_hidden_, 1, config_.hidden_size, config_.norm_eps);
+    engine_.gemm({&head_, x, ld_hidden_, logits + begin * config_.vocab_size, config_.vocab_size, Epilogue::store},
+                 count);
+  }
+}
+
+}  // namespace pagebus

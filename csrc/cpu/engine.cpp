@@ -1,0 +1,208 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace pagebus {
+namespace {
+
+constexpr int kQueryRows = 96;          // rows of a prefill item
+constexpr int64_t kChunkBytes = 65536;  // weights of a chunk at few rows
+
+struct Build {
+  const Kernels* kernels;
+  bool runs;
+};
+
+std::vector<Build> builds() {
+  std::vector<Build> all;
+#ifdef PAGEBUS_HAVE_AVX512
+  all.push_back({kernels_avx512(), __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                                       __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")});
+#endif
+  all.push_back({kernels_avx2(),
+                 __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")});
+  return all;
+}
+
+const Kernels* choose(const std::string& isa) {
+  std::string known;
+  for (const Build& build : builds()) {
+    if (build.runs && (isa.empty() || isa == build.kernels->name)) return build.kernels;
+    if (build.runs) known += (known.empty() ? "" : ", ") + std::string(build.kernels->name);
+  }
+  if (isa.empty())
+    throw std::invalid_argument("this CPU has none of the instruction sets AVX2 with FMA and F16C, or AVX-512");
+  throw std::invalid_argument("instruction set '" + isa + "' cannot run here; these can: " + known);
+}
+
+int check_threads(int threads) {
+  if (threads < 1 || threads > 1024)
+    throw std::invalid_argument("threads must be in [1, 1024], got " + std::to_string(threads));
+  return threads;
+}
+
+// Rows per chunk of a loop over the rows of a step: small loops stay on the caller.
+constexpr int64_t kRowChunk = 8;
+
+template <class F>
+void run_rows(Pool& pool, int64_t rows, const F& f) {
+  pool.run((rows + kRowChunk - 1) / kRowChunk,
+           [&](int64_t chunk, int thread) { f(chunk * kRowChunk, std::min(rows, (chunk + 1) * kRowChunk), thread); });
+}
+
+}  // namespace
+
+std::vector<std::string> runnable_isas() {
+  std::vector<std::string> names;
+  for (const Build& build : builds())
+    if (build.runs) names.push_back(build.kernels->name);
+  return names;
+}
+
+DType parse_dtype(const std::string& name) {
+  if (name == "float32") return DType::f32;
+  if (name == "bfloat16") return DType::bf16;
+  if (name == "float16") return DType::f16;
+  throw std::invalid_argument("dtype must be float32, bfloat16 or float16, got '" + name + "'");
+}
+
+Engine::Engine(const std::string& isa, int threads) : kernels_(choose(isa)), pool_(check_threads(threads)) {
+  scratch_.resize(size_t(threads));
+  reserve(kGemmScratch);
+}
+
+void Engine::reserve(int64_t floats) {
+  for (Memory& memory : scratch_)
+    if (int64_t(memory.bytes()) < floats * 4) memory = Memory(size_t(floats) * 4);
+}
+
+// Chunks are (row block, some units): with few rows the weights' bytes set the chunk, with many the arithmetic does.
+void Engine::gemm(const GemmArgs& args, int64_t rows) {
+  const Packed& w = *args.w;
+  const int64_t units = (w.panels + kUnitPanels - 1) / kUnitPanels;
+  const int64_t threads = pool_.threads();
+  const int64_t row_block = std::min<int64_t>(rows, kGemmRows);
+  const int64_t row_blocks = (rows + row_block - 1) / row_block;
+  const int64_t unit_bytes = w.panel_bytes * kUnitPanels * std::max<int64_t>(1, row_block / 4);
+  int64_t step = std::max<int64_t>(1, kChunkBytes / unit_bytes);
+  step = std::min(step, std::max<int64_t>(1, units / (threads * 4)));
+  if (rows == 1 && step > 1) step -= step % 2;
+  const int64_t spans = (units + step - 1) / step;
+  pool_.run(row_blocks * spans, [&](int64_t chunk, int thread) {
+    const int64_t row = chunk / spans * row_block, unit = chunk % spans * step;
+    kernels_->gemm(args, row, std::min(rows, row + row_block), unit, std::min(units, unit + step), scratch(thread));
+  });
+}
+
+void Engine::pack(const PackArgs& args, int64_t rows) {
+  const int64_t lead = args.first % kPanel;  // chunks end where panels do, so that no two threads share one
+  pool_.run((rows + lead + kPanel - 1) / kPanel, [&](int64_t chunk, int) {
+    kernels_->pack(args, std::max<int64_t>(0, chunk * kPanel - lead), std::min(rows, (chunk + 1) * kPanel - lead));
+  });
+}
+
+void Engine::rms_norm(const float* x, int64_t ldx, const float* weight, float* y, int64_t ldy, int64_t rows, int64_t n,
+                      float eps) {
+  run_rows(pool_, rows, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r)
+      kernels_->rms_norm(x + r * ldx, weight, y + r * ldy, round_up(n, kPanel), n, eps);
+  });
+}
+
+void Engine::rope(const RopeArgs& args) {
+  run_rows(pool_, args.step->rows,
+           [&](int64_t begin, int64_t end, int thread) { kernels_->rope(args, begin, end, scratch(thread)); });
+}
+
+int Engine::attention_rows(int group) { return std::max(group, kQueryRows / group * group); }
+
+int64_t Engine::attention_scratch(const CacheLayout& cache, int group) {
+  const int64_t rows = attention_rows(group), padded = cache.padded_dim;
+  return kTile * (cache.head_dim + padded + kPanel) + rows * (2 * padded + 4);
+}
+
+Packed packed_layout(DType dtype, int64_t n, int64_t k, bool gated) {
+  const int64_t panels = (n + kPanel - 1) / kPanel * (gated ? 2 : 1);
+  const int64_t depth = dtype == DType::bf16 ? round_up(k, 2) : k;
+  return {dtype, gated, n, k, panels, round_up(depth * kPanel * dtype_bytes(dtype), 64), nullptr, nullptr};
+}
+
+int64_t packed_bytes(const Packed& w) { return w.panels * w.panel_bytes; }
+
+void finish_cache_layout(CacheLayout& c, int64_t layers) {
+  const int64_t width = dtype_bytes(c.dtype);
+  c.padded_dim = int(round_up(c.head_dim, kPanel));
+  c.value_offset = round_up(int64_t(c.head_dim) * c.block_size * width, 64);
+  c.head_bytes = c.value_offset + round_up(int64_t(c.padded_dim) * c.block_size * width, 64);
+  c.layer_bytes = c.head_bytes * c.kv_heads;
+  c.block_bytes = c.layer_bytes * layers;
+}
+
+void AttentionPlan::build(const int32_t* query_start, const int32_t* context_lens, int64_t sequences,
+                          const CacheLayout& cache, int group, int threads) {
+  items_.clear();
+  merges_.clear();
+  partials_ = 0;
+  max_rows_ = Engine::attention_rows(group);
+  const int tile = max_rows_ / group;
+  std::vector<AttentionItem> whole;
+  int64_t work = 0;
+  for (int32_t s = 0; s < sequences; ++s) {
+    const int32_t tokens = query_start[s + 1] - query_start[s], computed = context_lens[s] - tokens;
+    for (int32_t first = 0; first < tokens; first += tile) {
+      const int32_t count = std::min(tile, tokens - first);
+      const int32_t partitions = (computed + first + count - 1) / kPartition + 1;
+      for (int h = 0; h < cache.kv_heads; ++h)
+        whole.push_back({query_start[s] + first, count, s, h, computed + first, 0, partitions, -1});
+      work += int64_t(partitions) * cache.kv_heads;
+    }
+  }
+  const auto share = int32_t(std::max<int64_t>(1, work / (threads * 6)));
+  for (AttentionItem item : whole) {
+    const int32_t partitions = item.partition_end;
+    if (threads == 1 || partitions <= share + share / 2) {
+      items_.push_back(item);
+      continue;
+    }
+    item.partial = partials_;
+    merges_.push_back(item);
+    partials_ += partitions;
+    for (int32_t p = 0; p < partitions; p += share) {
+      AttentionItem piece = item;
+      piece.partition_begin = p;
+      piece.partition_end = std::min(partitions, p + share);
+      piece.partial = item.partial + p;
+      items_.push_back(piece);
+    }
+  }
+  const int64_t bytes = partials_ * max_rows_ * (cache.padded_dim + 2) * 4;
+  if (int64_t(partial_memory_.bytes()) < bytes) partial_memory_ = Memory(size_t(bytes));
+}
+
+void AttentionPlan::run(Engine& engine, AttentionArgs args) {
+  args.max_rows = max_rows_;
+  args.partials = partial_memory_.floats();
+  engine.pool().run(int64_t(items_.size()), [&](int64_t i, int thread) {
+    engine.kernels().attention(args, items_[size_t(i)], engine.scratch(thread));
+  });
+  engine.pool().run(int64_t(merges_.size()), [&](int64_t i, int thread) {
+    engine.kernels().merge(args, merges_[size_t(i)], engine.scratch(thread));
+  });
+}
+
+void rope_table(Pool& pool, const int32_t* positions, int64_t rows, const std::vector<float>& inv_freq, float factor,
+                float* cos, float* sin) {
+  const auto half = int64_t(inv_freq.size());
+  run_rows(pool, rows, [&](int64_t begin, int64_t end, int) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t i = 0; i < half; ++i) {
+        const float angle = float(positions[t]) * inv_freq[size_t(i)];
+        cos[t * half + i] = std::cos(angle) * factor;
+        sin[t * half + i] = std::sin(angle) * factor;
+      }
+  });
+}
+
+}  // namespace pagebus

@@ -1,0 +1,75 @@
+// An instruction set chosen at run time, a pool of threads and their scratch memory: what runs the kernels.
+#pragma once
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "memory.h"
+#include "pool.h"
+
+namespace pagebus {
+
+constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Names of the kernel builds this CPU can run, best first.
+std::vector<std::string> runnable_isas();
+
+DType parse_dtype(const std::string& name);
+
+class Engine {
+ public:
+  // `isa`: one of runnable_isas(), or "" for the best. Throws std::invalid_argument.
+  Engine(const std::string& isa, int threads);
+
+  const Kernels& kernels() const { return *kernels_; }
+  Pool& pool() { return pool_; }
+
+  // Makes sure that every thread has this much scratch.
+  void reserve(int64_t floats);
+  float* scratch(int thread) { return scratch_[size_t(thread)].floats(); }
+
+  void gemm(const GemmArgs& args, int64_t rows);
+  void pack(const PackArgs& args, int64_t rows);
+  void rms_norm(const float* x, int64_t ldx, const float* weight, float* y, int64_t ldy, int64_t rows, int64_t n,
+                float eps);
+  void rope(const RopeArgs& args);
+
+  // Query rows an item may have, and the scratch one takes.
+  static int attention_rows(int group);
+  static int64_t attention_scratch(const CacheLayout& cache, int group);
+
+ private:
+  const Kernels* kernels_;
+  Pool pool_;
+  std::vector<Memory> scratch_;
+};
+
+// Shape, size and place of a packed matrix; the data is the caller's.
+Packed packed_layout(DType dtype, int64_t n, int64_t k, bool gated);
+int64_t packed_bytes(const Packed& w);
+
+// Fills in the offsets of a layout whose dtype, block_size, kv_heads and head_dim are set.
+void finish_cache_layout(CacheLayout& cache, int64_t layers);
+
+// One step's attention, cut into items; the cut follows the work and the threads, and does not change the result.
+class AttentionPlan {
+ public:
+  // context_lens and query_start as in StepBatch.
+  void build(const int32_t* query_start, const int32_t* context_lens, int64_t sequences, const CacheLayout& cache,
+             int group, int threads);
+  void run(Engine& engine, AttentionArgs args);
+
+ private:
+  std::vector<AttentionItem> items_, merges_;
+  int max_rows_ = 0;
+  int64_t partials_ = 0;
+  Memory partial_memory_;
+};
+
+// cos and sin [rows][dim / 2] of position * inv_freq, times `factor`.
+void rope_table(Pool& pool, const int32_t* positions, int64_t rows, const std::vector<float>& inv_freq, float factor,
+                float* cos, float* sin);
+
+}  // namespace pagebus

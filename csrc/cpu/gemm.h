@@ -1,0 +1,264 @@
+// The register-blocked product over sixteen-wide streams, and the packed-weight GEMM built on it.
+#pragma once
+
+#include "convert.h"
+#include "kernels.h"
+#include "vec.h"
+
+namespace pagebus::PAGEBUS_ISA {
+namespace {
+
+// Readers: sixteen values of a stream as floats. `depth` is how many k a step of the stream holds.
+struct ReadF32 {
+  using T = float;
+  static constexpr int depth = 1;
+  static PAGEBUS_INLINE V first(const T* p) { return load(p); }
+  static PAGEBUS_INLINE V second(const T* p) { return load(p); }
+};
+struct ReadBf16 {
+  using T = uint16_t;
+  static constexpr int depth = 1;
+  static PAGEBUS_INLINE V first(const T* p) { return load_bf16(p); }
+  static PAGEBUS_INLINE V second(const T* p) { return load_bf16(p); }
+};
+struct ReadBf16Pairs {
+  using T = uint16_t;
+  static constexpr int depth = 2;
+  static PAGEBUS_INLINE V first(const T* p) { return load_bf16_even(p); }
+  static PAGEBUS_INLINE V second(const T* p) { return load_bf16_odd(p); }
+};
+struct ReadF16 {
+  using T = uint16_t;
+  static constexpr int depth = 1;
+  static PAGEBUS_INLINE V first(const T* p) { return load_f16(p); }
+  static PAGEBUS_INLINE V second(const T* p) { return load_f16(p); }
+};
+
+// acc[r][v] += sum over k, ascending, of a[r][k] * stream v's k-th sixteen. One chain of fused multiply-adds per
+// output: the same bits whatever R and NV. `ldb`: elements from one step of a stream to the next. `ahead`: elements to
+// prefetch ahead, or 0.
+template <class B, int R, int NV>
+PAGEBUS_INLINE void multiply(int64_t k, const float* a, int64_t lda, const typename B::T* const* b, int64_t ldb,
+                             int64_t ahead, V (&acc)[R][NV]) {
+  const typename B::T* p[NV];
+#pragma GCC unroll 8
+  for (int v = 0; v < NV; ++v) p[v] = b[v];
+  for (int64_t s = 0; s < k / B::depth; ++s) {
+    V w[NV];
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) w[v] = B::first(p[v]);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const V x = set1(a[r * lda]);
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) acc[r][v] = fma(x, w[v], acc[r][v]);
+    }
+    if constexpr (B::depth == 2) {
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) w[v] = B::second(p[v]);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const V x = set1(a[r * lda + 1]);
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; ++v) acc[r][v] = fma(x, w[v], acc[r][v]);
+      }
+    }
+    a += B::depth;
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) {
+      if (ahead) __builtin_prefetch(p[v] + ahead);
+      p[v] += ldb;
+    }
+  }
+  if (B::depth == 2 && k % 2) {
+    for (int v = 0; v < NV; ++v) {
+      const V w = B::first(p[v]);
+      for (int r = 0; r < R; ++r) acc[r][v] = fma(set1(a[r * lda]), w, acc[r][v]);
+    }
+  }
+}
+
+PAGEBUS_INLINE V silu(V x) { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }
+
+// Rows of a register block: twelve chains or more hide the latency of the multiply-adds.
+#ifdef __AVX512F__
+constexpr int kBlockRows = 12, kWide = 2;
+#else
+constexpr int kBlockRows = 6, kWide = 1;
+#endif
+constexpr int kThinRows = 3;       // up to these, several panels at once instead of many rows
+constexpr int kDepthBlock = 1024;  // k per pass: keeps a panel's share in the first-level cache
+
+// Calls f with R = rows as a constant, 1 <= rows <= Max.
+template <int Max, class F>
+PAGEBUS_INLINE void with_rows(int rows, F&& f) {
+  if constexpr (Max >= 1) {
+    if (rows == Max)
+      f.template operator()<Max>();
+    else
+      with_rows<Max - 1>(rows, f);
+  }
+}
+
+PAGEBUS_INLINE void store_columns(float* y, V value, int64_t columns) {
+  if (columns >= kLanes) return store(y, value);
+  float tmp[kLanes];
+  store(tmp, value);
+  for (int64_t i = 0; i < columns; ++i) y[i] = tmp[i];
+}
+
+PAGEBUS_INLINE V load_columns(const float* y, int64_t columns) {
+  if (columns >= kLanes) return load(y);
+  float tmp[kLanes] = {};
+  for (int64_t i = 0; i < columns; ++i) tmp[i] = y[i];
+  return load(tmp);
+}
+
+PAGEBUS_INLINE V with_bias(const Packed& w, int64_t panel, const float* sum) {
+  const V value = load(sum);
+  return w.bias ? add(value, load(w.bias + panel * kPanel)) : value;
+}
+
+// One row of sums of `panels` panels from `panel` on, into y.
+PAGEBUS_INLINE void finish_row(const GemmArgs& g, int64_t row, int64_t panel, int64_t panels, const float* sums) {
+  const Packed& w = *g.w;
+  float* y = g.y + row * g.ldy;
+  if (g.epilogue == Epilogue::silu_mul) {
+    for (int64_t p = 0; p < panels; p += 2) {
+      const int64_t column = (panel + p) / 2 * kPanel;
+      const V gate = with_bias(w, panel + p, sums + p * kPanel);
+      const V up = with_bias(w, panel + p + 1, sums + (p + 1) * kPanel);
+      store_columns(y + column, mul(silu(gate), up), w.n - column);
+    }
+    return;
+  }
+  for (int64_t p = 0; p < panels; ++p) {
+    const int64_t column = (panel + p) * kPanel;
+    V value = with_bias(w, panel + p, sums + p * kPanel);
+    if (g.epilogue == Epilogue::add) value = add(load_columns(y + column, w.n - column), value);
+    store_columns(y + column, value, w.n - column);
+  }
+}
+
+template <class B>
+PAGEBUS_INLINE const typename B::T* panel_data(const Packed& w, int64_t panel) {
+  return reinterpret_cast<const typename B::T*>(w.data + panel * w.panel_bytes);
+}
+
+template <class B, int R, int NV>
+void thin_panels(const GemmArgs& g, int64_t row, int64_t& panel, int64_t end) {
+  for (; panel + NV <= end; panel += NV) {
+    const typename B::T* b[NV];
+    for (int v = 0; v < NV; ++v) b[v] = panel_data<B>(*g.w, panel + v);
+    V acc[R][NV];
+    for (auto& line : acc)
+      for (V& x : line) x = zero();
+    multiply<B, R, NV>(g.w->k, g.x + row * g.ldx, g.ldx, b, kPanel * B::depth, 0, acc);
+    float sums[(NV > 1 ? NV : 2) * kPanel];  // a gated matrix has no lone panel
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < NV; ++v) store(sums + v * kPanel, acc[r][v]);
+      finish_row(g, row + r, panel, NV, sums);
+    }
+  }
+}
+
+template <class B>
+void gemm_thin(const GemmArgs& g, int64_t row, int rows, int64_t panel, int64_t end) {
+  with_rows<kThinRows>(rows, [&]<int R>() {
+    if constexpr (R == 1) thin_panels<B, R, 4>(g, row, panel, end);
+    thin_panels<B, R, 2>(g, row, panel, end);
+    if (panel < end) thin_panels<B, R, 1>(g, row, panel, end);
+  });
+}
+
+// sums[rows][NV panels], `ld` floats apart, of the k in [from, to).
+template <class B, int NV>
+void wide_panels(const GemmArgs& g, int64_t row, int64_t rows, int64_t panel, int64_t from, int64_t to, float* sums,
+                 int64_t ld) {
+  const typename B::T* b[NV];
+  for (int v = 0; v < NV; ++v) b[v] = panel_data<B>(*g.w, panel + v) + from * kPanel;
+  const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
+  for (int64_t i = 0; i < blocks; ++i) {
+    const int64_t first = rows * i / blocks, last = rows * (i + 1) / blocks;
+    const float* a = g.x + (row + first) * g.ldx + from;
+    with_rows<kBlockRows>(int(last - first), [&]<int R>() __attribute__((noinline)) {
+      V acc[R][NV];
+      float* c = sums + first * ld;
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < NV; ++v) acc[r][v] = from ? load(c + r * ld + v * kPanel) : zero();
+      multiply<B, R, NV>(to - from, a, g.ldx, b, kPanel * B::depth, 0, acc);
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < NV; ++v) store(c + r * ld + v * kPanel, acc[r][v]);
+    });
+  }
+}
+
+template <class B>
+void gemm_wide(const GemmArgs& g, int64_t row, int64_t rows, int64_t panel, int64_t end, float* sums) {
+  constexpr int64_t ld = kUnitPanels * kPanel;
+  for (; panel < end; panel += kUnitPanels) {
+    const int64_t panels = end - panel < kUnitPanels ? end - panel : kUnitPanels;
+    for (int64_t from = 0; from < g.w->k; from += kDepthBlock) {
+      const int64_t to = from + kDepthBlock < g.w->k ? from + kDepthBlock : g.w->k;
+      int64_t p = 0;
+      for (; p + kWide <= panels; p += kWide)
+        wide_panels<B, kWide>(g, row, rows, panel + p, from, to, sums + p * kPanel, ld);
+      for (; p < panels; ++p) wide_panels<B, 1>(g, row, rows, panel + p, from, to, sums + p * kPanel, ld);
+    }
+    for (int64_t r = 0; r < rows; ++r) finish_row(g, row + r, panel, panels, sums + r * ld);
+  }
+}
+
+template <class B>
+void gemm_run(const GemmArgs& g, int64_t row, int64_t row_end, int64_t panel, int64_t end, float* scratch) {
+  if (row_end - row <= kThinRows) return gemm_thin<B>(g, row, int(row_end - row), panel, end);
+  for (; row < row_end; row += kGemmRows)
+    gemm_wide<B>(g, row, row_end - row < kGemmRows ? row_end - row : kGemmRows, panel, end, scratch);
+}
+
+void gemm(const GemmArgs& g, int64_t row_begin, int64_t row_end, int64_t unit_begin, int64_t unit_end, float* scratch) {
+  const int64_t panel = unit_begin * kUnitPanels;
+  const int64_t end = unit_end * kUnitPanels < g.w->panels ? unit_end * kUnitPanels : g.w->panels;
+  switch (g.w->dtype) {
+    case DType::f32:
+      return gemm_run<ReadF32>(g, row_begin, row_end, panel, end, scratch);
+    case DType::bf16:
+      return gemm_run<ReadBf16Pairs>(g, row_begin, row_end, panel, end, scratch);
+    case DType::f16:
+      return gemm_run<ReadF16>(g, row_begin, row_end, panel, end, scratch);
+  }
+}
+
+// Element index of (output lane, k) in a panel.
+PAGEBUS_INLINE int64_t panel_index(DType dtype, int64_t lane, int64_t k) {
+  return dtype == DType::bf16 ? k / 2 * (2 * kPanel) + lane * 2 + k % 2 : k * kPanel + lane;
+}
+
+PAGEBUS_INLINE int64_t panel_of(const Packed& w, int64_t output, int half) {
+  return w.gated ? output / kPanel * 2 + half : output / kPanel;
+}
+
+void pack(const PackArgs& a, int64_t begin, int64_t end) {
+  const Packed& w = *a.w;
+  for (int64_t n = begin; n < end; ++n) {
+    const int64_t output = a.first + n;
+    char* panel = w.data + panel_of(w, output, a.half) * w.panel_bytes;
+    for (int64_t k = 0; k < w.k; ++k) {
+      const int64_t to = panel_index(w.dtype, output % kPanel, k), from = n * w.k + k;
+      if (w.dtype == DType::f32)
+        reinterpret_cast<float*>(panel)[to] = widen_one(a.source_dtype, a.source, from);
+      else if (w.dtype == a.source_dtype)
+        reinterpret_cast<uint16_t*>(panel)[to] = static_cast<const uint16_t*>(a.source)[from];
+      else
+        narrow_one(w.dtype, widen_one(a.source_dtype, a.source, from), panel, to);
+    }
+  }
+}
+
+void unpack_row(const Packed& w, int64_t output, float* y) {
+  const char* panel = w.data + panel_of(w, output, 0) * w.panel_bytes;
+  for (int64_t k = 0; k < w.k; ++k) y[k] = widen_one(w.dtype, panel, panel_index(w.dtype, output % kPanel, k));
+}
+
+}  // namespace
+}  // namespace pagebus::PAGEBUS_ISA

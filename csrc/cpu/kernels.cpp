@@ -1,0 +1,33 @@
+// Compiled once per instruction set, with PAGEBUS_ISA naming it.
+#include "kernels.h"
+
+#include "attention.h"
+#include "elementwise.h"
+#include "gemm.h"
+
+#define PAGEBUS_STRING2(x) #x
+#define PAGEBUS_STRING(x) PAGEBUS_STRING2(x)
+#define PAGEBUS_JOIN2(a, b) a##b
+#define PAGEBUS_JOIN(a, b) PAGEBUS_JOIN2(a, b)
+
+namespace pagebus {
+
+const Kernels* PAGEBUS_JOIN(kernels_, PAGEBUS_ISA)() {
+  namespace isa = PAGEBUS_ISA;
+  static constexpr Kernels table{PAGEBUS_STRING(PAGEBUS_ISA),
+                                 isa::pack,
+                                 isa::gemm,
+                                 isa::rms_norm,
+                                 isa::rope,
+                                 isa::attention,
+                                 isa::merge,
+                                 isa::silu_mul,
+                                 isa::unpack_row,
+                                 isa::widen,
+                                 isa::narrow,
+                                 isa::probe_read,
+                                 isa::probe_fma};
+  return &table;
+}
+
+}  // namespace pagebus

@@ -1,0 +1,130 @@
+// What a build of the kernels for one instruction set offers. Plain structs and function pointers only: the kernels'
+// translation units are compiled with instructions the machine may lack, so no inline function may be shared with them.
+#pragma once
+
+#include <cstdint>
+
+namespace pagebus {
+
+enum class DType : int { f32, bf16, f16 };
+static constexpr int64_t dtype_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+enum class Epilogue : int { store, add, silu_mul };
+
+// A weight matrix [n outputs, k inputs] as panels of 16 outputs, each [k][16] in the dtype; in bf16 two successive k
+// are paired, [k / 2][16][2]. With `gated`, the panels of gate and up (n outputs each) alternate. A unit is two panels.
+constexpr int kPanel = 16;
+constexpr int kUnitPanels = 2;
+
+struct Packed {
+  DType dtype;
+  bool gated;
+  int64_t n, k;
+  int64_t panels;       // without padding to whole units
+  int64_t panel_bytes;  // from one panel to the next
+  char* data;
+  float* bias;  // [panels * 16], padded with 0, or null
+};
+
+// y[rows, n] = epilogue(x[rows, k] * w^T + bias): stored, added to y, or silu(gate) * up.
+struct GemmArgs {
+  const Packed* w;
+  const float* x;
+  int64_t ldx;
+  float* y;
+  int64_t ldy;
+  Epilogue epilogue;
+};
+constexpr int kGemmRows = 96;  // rows that share a sweep over the panels
+constexpr int kGemmScratch = kGemmRows * kPanel * kUnitPanels;
+
+// Copies source rows [n][k] to outputs first .. first + n of a packed matrix; `half` 1 means the up part of a gated
+// one.
+struct PackArgs {
+  Packed* w;
+  const void* source;
+  DType source_dtype;
+  int64_t first;
+  int half;
+};
+
+// The KV cache: block b at kv + b * block_bytes, in it layer by layer, in that head by head: keys transposed [head_dim]
+// [block_size], then values [block_size][head_dim padded to 16].
+struct CacheLayout {
+  DType dtype;
+  int block_size, kv_heads, head_dim, padded_dim;
+  int64_t head_bytes, value_offset, layer_bytes, block_bytes;
+  char* kv;
+};
+
+// Where the rows of a step go: row t belongs to sequence `sequence[t]` and sits at `positions[t]`.
+struct StepRows {
+  int64_t rows;
+  const int32_t* positions;
+  const int32_t* sequence;
+  const int32_t* tables;  // [sequences][table_width]
+  int64_t table_width;
+};
+
+// Splits qkv into q (normed, rotated, scaled, [kv_heads][rows][group][padded_dim]) and keys and values (into the
+// cache).
+struct RopeArgs {
+  const StepRows* step;
+  const CacheLayout* cache;
+  const float* qkv;
+  int64_t ldqkv;
+  float* q;
+  int group, layer, rope_dim;
+  const float* cos;     // [rows][rope_dim / 2]
+  const float* sin;     // [rows][rope_dim / 2]
+  const float* q_norm;  // [padded_dim] or null
+  const float* k_norm;
+  float eps, scale;
+};
+
+// Attention reduces over absolute positions: tiles of 64 keys make a partition of 256, and the partitions' results are
+// merged in ascending order. Whether one item runs all partitions of a row or many items share them, the bits agree.
+constexpr int kTile = 64;
+constexpr int kPartition = 256;
+
+struct AttentionItem {
+  int64_t row;  // first query row of the step
+  int32_t tokens, sequence, kv_head;
+  int32_t position;                        // of the first row
+  int32_t partition_begin, partition_end;  // those to run
+  int64_t partial;                         // -1: all of them, write the output; else index of the first partial result
+};
+
+struct AttentionArgs {
+  const StepRows* step;
+  const CacheLayout* cache;
+  const float* q;
+  float* out;  // [rows][heads * head_dim]
+  int64_t ldout;
+  int group, layer, window;
+  int max_rows;     // query rows (tokens * group) of an item at most
+  float* partials;  // each [max_rows][padded_dim], then [max_rows] maxima, then [max_rows] sums
+};
+
+struct Kernels {
+  const char* name;
+  void (*pack)(const PackArgs&, int64_t begin, int64_t end);  // source rows
+  void (*gemm)(const GemmArgs&, int64_t row_begin, int64_t row_end, int64_t unit_begin, int64_t unit_end,
+               float* scratch);
+  void (*rms_norm)(const float* x, const float* weight, float* y, int64_t padded, int64_t n, float eps);
+  void (*rope)(const RopeArgs&, int64_t row_begin, int64_t row_end, float* scratch);
+  void (*attention)(const AttentionArgs&, const AttentionItem&, float* scratch);
+  void (*merge)(const AttentionArgs&, const AttentionItem&, float* scratch);
+  void (*silu_mul)(const float* gate, const float* up, float* y, int64_t n);
+  void (*unpack_row)(const Packed&, int64_t output, float* y);
+  void (*widen)(DType, const void* source, float* y, int64_t n);
+  void (*narrow)(DType, const float* x, void* y, int64_t n);
+  float (*probe_read)(const float* data, int64_t n);
+  float (*probe_fma)(int64_t iterations);  // kProbeFlops each
+};
+constexpr int kProbeFlops = 2 * 16 * 6;
+
+const Kernels* kernels_avx2();
+const Kernels* kernels_avx512();
+
+}  // namespace pagebus

@@ -1,0 +1,42 @@
+// Zeroed memory straight from the system, touched page by page as it is first written.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <new>
+#include <utility>
+
+namespace pagebus {
+
+class Memory {
+ public:
+  Memory() = default;
+  explicit Memory(size_t bytes, bool huge_pages = false) : bytes_(bytes) {
+    if (!bytes) return;
+    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+    data_ = static_cast<char*>(p);
+    if (huge_pages) madvise(p, bytes, MADV_HUGEPAGE);
+  }
+  Memory(Memory&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  Memory& operator=(Memory&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  ~Memory() {
+    if (data_) munmap(data_, bytes_);
+  }
+
+  char* data() const { return data_; }
+  float* floats() const { return reinterpret_cast<float*>(data_); }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  char* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+}  // namespace pagebus

@@ -1,0 +1,298 @@
+// Python's view: the Decoder, and Ops, the single kernels for tests and benchmarks.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <stdexcept>
+
+#include "decoder.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace pagebus {
+namespace {
+
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using IntTable = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatTable = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Output = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using OutputTable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Raw = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+
+void require(bool ok, const char* message) {
+  if (!ok) throw std::invalid_argument(message);
+}
+
+// float32 arrays, or the bits of bfloat16 and float16 ones as 16-bit integers.
+Tensor tensor_of(const Raw& array, const std::string& dtype) {
+  Tensor tensor{array.data(), parse_dtype(dtype), {}};
+  const bool matches = tensor.dtype == DType::f32
+                           ? array.dtype() == nb::dtype<float>()
+                           : array.dtype() == nb::dtype<uint16_t>() || array.dtype() == nb::dtype<int16_t>();
+  if (!matches) throw std::invalid_argument("the array's type does not hold " + dtype);
+  for (size_t i = 0; i < array.ndim(); ++i) tensor.shape.push_back(int64_t(array.shape(i)));
+  return tensor;
+}
+
+std::span<const int32_t> ints(const Ints& array) { return {array.data(), array.shape(0)}; }
+
+void step(Decoder& decoder, Ints tokens, Ints positions, Ints query_start, Ints context_lens, IntTable block_tables,
+          Ints logit_rows, OutputTable logits, int64_t vocab_size) {
+  require(logits.shape(0) == logit_rows.shape(0) && int64_t(logits.shape(1)) == vocab_size,
+          "logits must be [logit_rows, vocab_size]");
+  require(block_tables.shape(0) == context_lens.shape(0), "block_tables must have one row per sequence");
+  const Batch batch{ints(tokens),
+                    ints(positions),
+                    ints(query_start),
+                    ints(context_lens),
+                    {block_tables.data(), block_tables.shape(0) * block_tables.shape(1)},
+                    ints(logit_rows),
+                    int64_t(block_tables.shape(1))};
+  const nb::gil_scoped_release release;
+  decoder.forward(batch, logits.data());
+}
+
+// A packed matrix with memory of its own.
+class Matrix {
+ public:
+  Matrix(Engine& engine, const Tensor& weight, DType dtype, bool gated, const float* bias) {
+    require(weight.shape.size() == 2 && weight.shape[0] > 0 && weight.shape[1] > 0, "a weight must be a matrix");
+    require(!gated || weight.shape[0] % 2 == 0, "gate and up must have the same rows");
+    const int64_t n = weight.shape[0] / (gated ? 2 : 1), k = weight.shape[1];
+    packed = packed_layout(dtype, n, k, gated);
+    data_ = Memory(size_t(packed_bytes(packed)), true);
+    packed.data = data_.data();
+    for (int half = 0; half <= int(gated); ++half)
+      engine.pack({&packed, static_cast<const char*>(weight.data) + half * n * k * dtype_bytes(weight.dtype),
+                   weight.dtype, 0, half},
+                  n);
+    if (!bias) return;
+    bias_ = Memory(size_t(packed.panels * kPanel) * 4);
+    packed.bias = bias_.floats();
+    for (int half = 0; half <= int(gated); ++half)
+      for (int64_t i = 0; i < n; ++i)
+        packed.bias[(gated ? i / kPanel * 2 + half : i / kPanel) * kPanel + i % kPanel] = bias[half * n + i];
+  }
+
+  Packed packed;
+
+ private:
+  Memory data_, bias_;
+};
+
+// The single kernels, on arrays as Python has them.
+class Ops {
+ public:
+  Ops(const std::string& isa, int threads) : engine_(isa, threads) {}
+
+  const char* isa() const { return engine_.kernels().name; }
+
+  std::unique_ptr<Matrix> pack(Raw weight, const std::string& source, const std::string& dtype, bool gated,
+                               nb::object bias) {
+    const Tensor tensor = tensor_of(weight, source);
+    if (bias.is_none()) return std::make_unique<Matrix>(engine_, tensor, parse_dtype(dtype), gated, nullptr);
+    const auto values = nb::cast<Floats>(bias);
+    require(values.shape(0) == weight.shape(0), "a bias must have one value per output");
+    return std::make_unique<Matrix>(engine_, tensor, parse_dtype(dtype), gated, values.data());
+  }
+
+  void gemm(const Matrix& w, FloatTable x, OutputTable y, bool accumulate) {
+    require(int64_t(x.shape(1)) == w.packed.k && int64_t(y.shape(1)) == w.packed.n && x.shape(0) == y.shape(0),
+            "x must be [rows, k] and y [rows, n]");
+    require(!(accumulate && w.packed.gated), "a gated product cannot be accumulated");
+    const Epilogue epilogue = w.packed.gated ? Epilogue::silu_mul : accumulate ? Epilogue::add : Epilogue::store;
+    const nb::gil_scoped_release release;
+    engine_.gemm({&w.packed, x.data(), w.packed.k, y.data(), w.packed.n, epilogue}, int64_t(x.shape(0)));
+  }
+
+  void rms_norm(FloatTable x, Floats weight, OutputTable y, float eps) {
+    const auto rows = int64_t(x.shape(0)), n = int64_t(x.shape(1)), padded = round_up(n, kPanel);
+    require(int64_t(weight.shape(0)) == n && int64_t(y.shape(0)) == rows && int64_t(y.shape(1)) == n,
+            "shapes must agree");
+    std::vector<float> in(size_t(rows * padded)), w(static_cast<size_t>(padded));
+    for (int64_t r = 0; r < rows; ++r) std::copy_n(x.data() + r * n, n, in.begin() + r * padded);
+    std::copy_n(weight.data(), n, w.begin());
+    engine_.rms_norm(in.data(), padded, w.data(), in.data(), padded, rows, n, eps);
+    for (int64_t r = 0; r < rows; ++r) std::copy_n(in.begin() + r * padded, n, y.data() + r * n);
+  }
+
+  void silu_mul(Floats gate, Floats up, Output y) {
+    require(gate.shape(0) == up.shape(0) && gate.shape(0) == y.shape(0), "shapes must agree");
+    engine_.kernels().silu_mul(gate.data(), up.data(), y.data(), int64_t(y.shape(0)));
+  }
+
+  double read_bandwidth(FloatTable data) {
+    const int64_t n = int64_t(data.size()), chunk = 1 << 16;
+    const nb::gil_scoped_release release;
+    const auto start = std::chrono::steady_clock::now();
+    engine_.pool().run(n / chunk, [&](int64_t i, int thread) {
+      engine_.scratch(thread)[0] = engine_.kernels().probe_read(data.data() + i * chunk, chunk);
+    });
+    return double(n / chunk * chunk * 4) /
+           std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+
+  double fma_peak(int64_t iterations) {
+    const int64_t chunks = int64_t(engine_.pool().threads()) * 8;
+    const nb::gil_scoped_release release;
+    const auto start = std::chrono::steady_clock::now();
+    engine_.pool().run(
+        chunks, [&](int64_t, int thread) { engine_.scratch(thread)[0] = engine_.kernels().probe_fma(iterations); });
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return double(chunks * iterations) * kProbeFlops / seconds;
+  }
+
+  Engine& engine() { return engine_; }
+
+ private:
+  Engine engine_;
+};
+
+// A KV cache of one layer with its rope and attention: q [rows, heads * dim] and the like, as a step has them.
+class AttentionLayer {
+ public:
+  AttentionLayer(Ops& ops, const std::string& dtype, int heads, int kv_heads, int head_dim, int block_size,
+                 int64_t blocks, int window, std::vector<float> inv_freq, float factor)
+      : engine_(ops.engine()),
+        heads_(heads),
+        window_(window),
+        blocks_(blocks),
+        inv_freq_(std::move(inv_freq)),
+        factor_(factor) {
+    require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && head_dim > 0 && head_dim <= 4096 && window >= 0,
+            "no such layer");
+    require(block_size >= 1 && block_size <= 256 && blocks >= 1 && blocks < 1 << 24, "no such cache");
+    require(int(inv_freq_.size()) * 2 <= head_dim, "rope.dim must be at most head_dim");
+    cache_.dtype = parse_dtype(dtype);
+    cache_.block_size = block_size;
+    cache_.kv_heads = kv_heads;
+    cache_.head_dim = head_dim;
+    finish_cache_layout(cache_, 1);
+    kv_ = Memory(size_t(blocks * cache_.block_bytes));
+    cache_.kv = kv_.data();
+    engine_.reserve(Engine::attention_scratch(cache_, heads / kv_heads));
+  }
+
+  // Fills the cache with the bytes of NaN in every dtype: what memory that was never written may hold.
+  void poison() { std::fill_n(kv_.data(), kv_.bytes(), char(0xff)); }
+
+  void run(FloatTable qkv, Ints positions, Ints query_start, Ints context_lens, IntTable tables, float scale,
+           OutputTable out) {
+    const auto rows = int64_t(qkv.shape(0)), sequences = int64_t(context_lens.shape(0)),
+               width = int64_t(tables.shape(1));
+    const int group = heads_ / cache_.kv_heads, dim = cache_.head_dim;
+    require(int64_t(qkv.shape(1)) == int64_t(heads_ + 2 * cache_.kv_heads) * dim,
+            "qkv must be [rows, (heads + 2 kv_heads) * head_dim]");
+    require(int64_t(out.shape(0)) == rows && int64_t(out.shape(1)) == int64_t(heads_) * dim,
+            "out must be [rows, heads * head_dim]");
+    require(int64_t(positions.shape(0)) == rows && int64_t(query_start.shape(0)) == sequences + 1, "shapes must agree");
+    require(
+        int64_t(tables.shape(0)) == sequences && query_start.data()[0] == 0 && query_start.data()[sequences] == rows,
+        "bad rows");
+    std::vector<int32_t> sequence(static_cast<size_t>(rows));
+    for (int64_t s = 0; s < sequences; ++s) {
+      const int32_t first = query_start.data()[s], end = query_start.data()[s + 1], length = context_lens.data()[s];
+      require(first <= end && length >= end - first && (length + cache_.block_size - 1) / cache_.block_size <= width,
+              "bad rows");
+      for (int32_t t = first; t < end; ++t) {
+        require(positions.data()[t] == length - (end - t), "bad positions");
+        sequence[size_t(t)] = int32_t(s);
+      }
+      for (int64_t i = 0; i * cache_.block_size < length; ++i)
+        require(tables.data()[s * width + i] >= 0 && tables.data()[s * width + i] < blocks_, "bad block");
+    }
+    const auto half = int64_t(inv_freq_.size());
+    std::vector<float> cos(size_t(rows * half)), sin(size_t(rows * half)), q(size_t(rows * heads_ * cache_.padded_dim));
+    const nb::gil_scoped_release release;
+    const StepRows step{rows, positions.data(), sequence.data(), tables.data(), width};
+    rope_table(engine_.pool(), positions.data(), rows, inv_freq_, factor_, cos.data(), sin.data());
+    engine_.rope({&step, &cache_, qkv.data(), int64_t(qkv.shape(1)), q.data(), group, 0, int(2 * half), cos.data(),
+                  sin.data(), nullptr, nullptr, 0.0f, scale});
+    plan_.build(query_start.data(), context_lens.data(), sequences, cache_, group, engine_.pool().threads());
+    plan_.run(engine_, {&step, &cache_, q.data(), out.data(), int64_t(heads_) * dim, group, 0, window_, 0, nullptr});
+  }
+
+ private:
+  Engine& engine_;
+  CacheLayout cache_{};
+  int heads_, window_;
+  int64_t blocks_;
+  std::vector<float> inv_freq_;
+  float factor_;
+  Memory kv_;
+  AttentionPlan plan_;
+};
+
+}  // namespace
+}  // namespace pagebus
+
+NB_MODULE(_cpu, m) {
+  using namespace pagebus;
+  m.def("runnable_isas", &runnable_isas, "Names of the kernel builds this CPU can run, best first.");
+
+  nb::class_<Decoder>(m, "Decoder", "A decoder's packed weights and KV cache, and one call per step.")
+      .def(
+          "__init__",
+          [](Decoder* self, int64_t vocab_size, int64_t hidden_size, int64_t num_layers, int64_t num_heads,
+             int64_t num_kv_heads, int64_t head_dim, int64_t intermediate_size, float norm_eps,
+             std::vector<float> inv_freq, float attention_factor, std::vector<int> windows, float attention_scale,
+             bool tie_embeddings, bool qkv_bias, bool o_bias, bool mlp_bias, bool qk_norm, const std::string& dtype,
+             int64_t block_size, const std::string& isa, int threads) {
+            new (self)
+                Decoder({vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size,
+                         norm_eps, std::move(inv_freq), attention_factor, std::move(windows), attention_scale,
+                         tie_embeddings, qkv_bias, o_bias, mlp_bias, qk_norm, parse_dtype(dtype), block_size},
+                        isa, threads);
+          },
+          nb::kw_only(), "vocab_size"_a, "hidden_size"_a, "num_layers"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
+          "intermediate_size"_a, "norm_eps"_a, "inv_freq"_a, "attention_factor"_a, "windows"_a, "attention_scale"_a,
+          "tie_embeddings"_a, "qkv_bias"_a, "o_bias"_a, "mlp_bias"_a, "qk_norm"_a, "dtype"_a, "block_size"_a, "isa"_a,
+          "threads"_a)
+      .def_prop_ro("isa", &Decoder::isa)
+      .def_prop_ro("block_bytes", &Decoder::block_bytes)
+      .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
+      .def(
+          "load",
+          [](Decoder& self, int64_t layer, const std::string& name, Raw array, const std::string& dtype) {
+            const Tensor tensor = tensor_of(array, dtype);
+            const nb::gil_scoped_release release;
+            self.load(layer, name, tensor);
+          },
+          "layer"_a, "name"_a, "array"_a, "dtype"_a)
+      .def("allocate_kv", &Decoder::allocate_kv, "num_blocks"_a)
+      .def(
+          "copy_blocks", [](Decoder& self, Ints pairs) { self.copy_blocks(ints(pairs)); }, "pairs"_a)
+      .def(
+          "forward",
+          [](Decoder& self, Ints tokens, Ints positions, Ints query_start, Ints context_lens, IntTable block_tables,
+             Ints logit_rows, OutputTable logits) {
+            step(self, tokens, positions, query_start, context_lens, block_tables, logit_rows, logits,
+                 self.vocab_size());
+          },
+          "tokens"_a, "positions"_a, "query_start"_a, "context_lens"_a, "block_tables"_a, "logit_rows"_a, "logits"_a);
+
+  nb::class_<Matrix>(m, "Matrix").def_prop_ro("bytes", [](const Matrix& w) { return packed_bytes(w.packed); });
+  nb::class_<Ops>(m, "Ops", "The single kernels, for tests and benchmarks.")
+      .def(nb::init<const std::string&, int>(), "isa"_a, "threads"_a)
+      .def_prop_ro("isa", &Ops::isa)
+      .def("pack", &Ops::pack, "weight"_a, "source"_a, "dtype"_a, "gated"_a = false, "bias"_a = nb::none())
+      .def("gemm", &Ops::gemm, "w"_a, "x"_a, "y"_a, "accumulate"_a = false)
+      .def("rms_norm", &Ops::rms_norm, "x"_a, "weight"_a, "y"_a, "eps"_a)
+      .def("silu_mul", &Ops::silu_mul, "gate"_a, "up"_a, "y"_a)
+      .def("read_bandwidth", &Ops::read_bandwidth, "data"_a, "Bytes per second of one pass over an array.")
+      .def("fma_peak", &Ops::fma_peak, "iterations"_a,
+           "Floating-point operations per second of independent multiply-adds.");
+  nb::class_<AttentionLayer>(m, "AttentionLayer", "Rope, KV write and paged attention of one layer.")
+      .def(nb::init<Ops&, const std::string&, int, int, int, int, int64_t, int, std::vector<float>, float>(),
+           nb::keep_alive<1, 2>(), "ops"_a, "dtype"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "block_size"_a,
+           "blocks"_a, "window"_a, "inv_freq"_a, "factor"_a)
+      .def("poison", &AttentionLayer::poison)
+      .def("run", &AttentionLayer::run, "qkv"_a, "positions"_a, "query_start"_a, "context_lens"_a, "tables"_a,
+           "scale"_a, "out"_a);
+}

@@ -1,0 +1,160 @@
+"""The native CPU backend: `csrc/cpu` runs a whole step of any `DecoderSpec` in one call."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from services.worker.executor import StepBatch
+from services.worker.spec import DecoderSpec
+from shared.errors import StartupError
+
+if TYPE_CHECKING:
+    import torch
+
+ISA_VARIABLE = "PAGEBUS_CPU_ISA"  # forces one of `runnable_isas()`, for tests and for comparing
+
+
+def unavailable() -> str | None:
+    """Why the native executor cannot run here, in one line; None if it can."""
+    try:
+        from services.worker import _cpu
+    except ImportError as error:
+        return f"the native module was not built ({error})"
+    if not _cpu.runnable_isas():
+        return f"this CPU ({platform.machine()}) has neither AVX2 with FMA and F16C nor AVX-512"
+    return None
+
+
+class NativeExecutor:
+    """Implements `Executor` over `csrc/cpu`.
+
+    `dtype` is that of weights and KV cache: "float32", "bfloat16" or "float16"; activations, accumulation and logits are
+    float32. A row's logits are the same bits whatever else the step holds, however the prompt was cut into chunks and
+    whatever `threads` is. Raises StartupError for a spec it cannot run, and for missing or unknown weights.
+    """
+
+    backend = "cpu"
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        dtype: Literal["float32", "bfloat16", "float16"],
+        block_size: int,
+        threads: int,
+        isa: str | None = None,
+    ) -> None:
+        from services.worker import _cpu
+
+        if spec.activation != "silu":
+            raise StartupError(f"the cpu backend has the activation silu only, not {spec.activation}")
+        self.spec = spec
+        self.dtype = dtype
+        self._missing = dict(spec.weight_shapes())
+        try:
+            self._decoder = _cpu.Decoder(
+                vocab_size=spec.vocab_size,
+                hidden_size=spec.hidden_size,
+                num_layers=spec.num_layers,
+                num_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                intermediate_size=spec.intermediate_size,
+                norm_eps=spec.norm_eps,
+                inv_freq=list(spec.rope.inv_freq),
+                attention_factor=spec.rope.attention_factor,
+                windows=list(spec.windows),
+                attention_scale=spec.attention_scale,
+                tie_embeddings=spec.tie_embeddings,
+                qkv_bias=spec.qkv_bias,
+                o_bias=spec.o_bias,
+                mlp_bias=spec.mlp_bias,
+                qk_norm=spec.qk_norm,
+                dtype=dtype,
+                block_size=block_size,
+                isa=os.environ.get(ISA_VARIABLE, "") if isa is None else isa,
+                threads=threads,
+            )
+        except ValueError as error:
+            raise StartupError(str(error)) from None
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use: "avx2" or "avx512"."""
+        name: str = self._decoder.isa
+        return name
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Packs the weights as they come; each replaces its original, which the caller can drop at once."""
+        for name, tensor in weights:
+            if name not in self._missing:
+                raise StartupError(f"weight {name} is not one of the model's, or came twice")
+            array, dtype = _as_array(tensor)
+            layer, part = _split(name)
+            try:
+                self._decoder.load(layer, part, array, dtype)
+            except ValueError as error:
+                raise StartupError(f"weight {name} has shape {tuple(tensor.shape)}: {error}") from None
+            del self._missing[name], tensor, array
+        if self._missing:
+            raise StartupError(
+                f"the checkpoint lacks {len(self._missing)} weights, the first is {next(iter(self._missing))}"
+            )
+
+    def block_bytes(self) -> int:
+        """Bytes of one KV block over all layers, keys and values."""
+        size: int = self._decoder.block_bytes
+        return size
+
+    def weight_bytes(self) -> int:
+        """Bytes of the packed matrices."""
+        size: int = self._decoder.weight_bytes
+        return size
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        """Maps the KV cache, zeroed; the system backs each page when it is first written."""
+        self._decoder.allocate_kv(num_blocks)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies whole blocks, (source, destination), in order. Raises ValueError for a block that does not exist."""
+        self._decoder.copy_blocks(np.array(pairs, dtype=np.int32).reshape(-1))
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Runs one step; the logits are float32 [R, vocab]. Raises ValueError for a batch that is not one."""
+        import torch
+
+        if self._missing:
+            raise ValueError("the weights are not loaded")
+        logits = torch.empty((len(batch.logit_rows), self.spec.vocab_size), dtype=torch.float32)
+        self._decoder.forward(
+            batch.tokens,
+            batch.positions,
+            batch.query_start,
+            batch.context_lens,
+            batch.block_tables,
+            batch.logit_rows,
+            logits.numpy(),
+        )
+        return logits
+
+
+def _split(name: str) -> tuple[int, str]:
+    """ "layers.3.q.weight" to (3, "q.weight"); names outside the layers get -1."""
+    if not name.startswith("layers."):
+        return -1, name
+    _, layer, part = name.split(".", 2)
+    return int(layer), part
+
+
+def _as_array(tensor: torch.Tensor) -> tuple[Any, str]:
+    """The tensor's memory as numpy sees it, without a copy where possible, and what the bits are."""
+    import torch
+
+    tensor = tensor.detach().to("cpu").contiguous()
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        return tensor.view(torch.int16).numpy(), str(tensor.dtype).removeprefix("torch.")
+    return tensor.to(torch.float32).numpy(), "float32"
