@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from shared import log
+from shared import bus, log
 from shared.errors import EXIT_CONFIG, StartupError
 from shared.flags import option, parse
 from shared.wake import on_stop
@@ -42,5 +42,6 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
+    bus.finish()
     logging.shutdown()
     os._exit(code)  # a thread may be deep in native code
