@@ -45,7 +45,7 @@ class ServeConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 def run(argv: Sequence[str]) -> int:
     """Serves until stopped; returns the exit code."""
-    engine, api, serve = parse(
+    engine, serve, api = parse(
         [EngineConfig, ServeConfig, ApiConfig],
         argv,
         prog="pagebus serve",
@@ -114,34 +114,27 @@ def make_children(engine: EngineConfig, api: ApiConfig, serve: ServeConfig, addr
 
 @dataclass
 class Startup:
-    """Watches /health while the server comes up, and tells what it is waiting for."""
+    """Watches /health while the server comes up; the processes log their own progress."""
 
     address: tuple[str, int]
     api: ApiConfig
     model: str
     began: float = field(default_factory=time.monotonic)
-    told: str = ""
 
     def look(self) -> bool:
-        """Whether the server is ready; prints progress as it changes, and how to use the server once it is."""
-        status, reason = self._health()
-        if status == 200:
+        """Whether the server is ready; then prints how to use it."""
+        if self._healthy():
             self._welcome()
             return True
-        if reason and reason != self.told:
-            say(reason)
-            self.told = reason
         return False
 
-    def _health(self) -> tuple[int, str]:
+    def _healthy(self) -> bool:
         connection = http.client.HTTPConnection(_reachable(self.address[0]), self.address[1], timeout=2)
         try:
             connection.request("GET", "/health")
-            response = connection.getresponse()
-            body = response.read()
-            return response.status, json.loads(body)["error"]["message"] if body else ""
-        except (OSError, http.client.HTTPException, ValueError, KeyError):
-            return 0, ""
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
         finally:
             connection.close()
 
