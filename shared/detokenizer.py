@@ -146,8 +146,7 @@ class Detokenizer:
             for stream, item in zip(batch, items, strict=True):
                 self._call([stream], [item])
         elif not batch[0].closed:
-            failure = RequestError(f"The output cannot be decoded: {error.message}", status=500, kind="server_error")
-            self._on_fail(batch[0], failure)
+            self._on_fail(batch[0], undecodable(error))
 
     def _finish(self, stream: Stream, text: str) -> None:
         """All ids have been decoded; `text` is the last of it."""
@@ -175,7 +174,7 @@ class Detokenizer:
             if stream.closed:
                 return
             if isinstance(answer, RequestError):
-                self._on_fail(stream, answer)
+                self._on_fail(stream, undecodable(answer))
                 return
             lengths = [len(part.text) for part in cast(Decoded, answer).items]
             count = next((k for k, length in enumerate(lengths, 1) if length >= end), len(ids))
@@ -191,3 +190,8 @@ class Detokenizer:
         stream.closed = True
         stream.generation.finish(stream.index, reason, stop_reason)
         self._on_end(stream)
+
+
+def undecodable(error: RequestError) -> RequestError:
+    """A tokenizer refused ids that the engine produced: nothing the client could change."""
+    return RequestError(f"The output cannot be decoded: {error.message}", status=500, kind="server_error")

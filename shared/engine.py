@@ -119,6 +119,8 @@ class EngineClient:
             packed = msgspec.json.encode(messages), msgspec.json.encode(options)
         except UnicodeEncodeError as error:
             raise RequestError(f"messages must be valid Unicode: {error.reason}.", param="messages") from None
+        except RecursionError:
+            raise RequestError("messages are nested too deeply.", param="messages") from None
         return await self._encode(EncodeChat(0, *packed, want_strings))
 
     async def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:

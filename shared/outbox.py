@@ -7,11 +7,15 @@ import time
 from collections.abc import Callable
 
 from shared.journal import Entry, Journal
-from shared.messages import Abort, Message, Submit
+from shared.messages import Abort, Message, Request, Submit
+
+SUBMIT_BYTES = 8 << 20  # of ids in one Submit, about
 
 
 class Outbox:
-    """Submits and aborts, one message of each kind per turn. `send` returns False when it cannot.
+    """Submits and aborts, one message of each kind per turn, more only where it would be huge.
+
+    `send` returns False when it cannot; what it did not take is kept for the next `tick`.
 
     Closed while the scheduler is away: all that is not finished is in the journal, and is submitted when it is back.
     """
@@ -80,13 +84,25 @@ class Outbox:
         self._scheduled = False
         if self._aborts and self._send(Abort(self._aborts)):
             self._aborts = []
-        live = [entry for entry in self._submits.values() if self._journal.get(entry.id) and not entry.finish]
-        if not live:
-            self._submits.clear()
-            return
+        self._submits = {id: e for id, e in self._submits.items() if self._journal.get(id) and not e.finish}
+        while self._submits:
+            requests = self._batch()
+            if not self._send(Submit(requests)):
+                return
+            for request in requests:
+                del self._submits[request.id]
+
+    def _batch(self) -> list[Request]:
+        """The oldest submissions, as many as make a message of reasonable size."""
         now = time.monotonic()
-        if self._send(Submit([self._journal.submission(entry, now) for entry in live])):
-            self._submits.clear()
+        requests: list[Request] = []
+        size = 0
+        for entry in self._submits.values():
+            if size > SUBMIT_BYTES:
+                break
+            requests.append(self._journal.submission(entry, now))
+            size += len(entry.prompt) + 4 * len(entry.output)
+        return requests
 
     def _schedule(self) -> None:
         if not self._scheduled:
