@@ -115,10 +115,11 @@ GGUF_PARTS = {  # Hugging Face name to GGUF name
 }
 
 
-def to_gguf(folder: Path, file: Path, quantization: str = "F16") -> Path:
+def to_gguf(folder: Path, file: Path, quantization: str = "F16", extra: dict[str, Any] | None = None) -> Path:
     """Writes a tiny model's folder as the GGUF file that llama.cpp's converter would make of it, and returns `file`.
 
-    `quantization` of the matrices: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0; vectors stay F32.
+    `quantization` of the matrices: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0; vectors stay F32. `extra` tensors
+    (numpy) are added as they are.
     """
     import json
 
@@ -150,6 +151,8 @@ def to_gguf(folder: Path, file: Path, quantization: str = "F16") -> Path:
             values = _interleaved(values, kv_heads)
         own = kind if values.ndim > 1 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(_gguf_name(hf_name), gguf.quants.quantize(values, own), raw_dtype=own)
+    for extra_name, values in (extra or {}).items():
+        writer.add_tensor(extra_name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
