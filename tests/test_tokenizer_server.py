@@ -61,7 +61,8 @@ class Scheduler:
     """The scheduler's end of the front link: answers every Hello, keeps what it hears."""
 
     def __init__(self, address: str, answer: Welcome) -> None:
-        self.router = RouterLink(front(address))
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.router = RouterLink(front(address), self.context)
         self.waiter = Waiter(self.router)
         self.answer = answer
         self.heard: list[tuple[bytes, Message | Link]] = []
@@ -97,7 +98,9 @@ class Scheduler:
         return self.until(announced)
 
     def close(self) -> None:
+        """Returns once the address is free again."""
         self.router.close()
+        self.context.term()
 
 
 class Client:
