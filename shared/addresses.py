@@ -18,6 +18,7 @@ from shared.errors import StartupError
 
 KEY_VARIABLE = "PAGEBUS_BUS_KEY"
 IPC_PATH_MAX = 107  # bytes; sockaddr_un
+BIND_SECONDS = 0.5
 
 
 def is_tcp(address: str) -> bool:
@@ -51,20 +52,37 @@ def tokenizer_endpoint(address: str, instance: str) -> str:
 
 
 def bind(sock: zmq.Socket[bytes], endpoint: str) -> str:
-    """Binds, and returns the endpoint in full. Raises StartupError that names the address."""
+    """Binds, and returns the endpoint in full. Raises StartupError that names the address.
+
+    An address in use is tried again for `BIND_SECONDS`, as its last user may just be closing it.
+    """
     if is_tcp(endpoint):
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        target = f"tcp://{_bind_host(host)}:{port}"
+        target, path = f"tcp://{_bind_host(host)}:{port}", None
     else:
-        _prepare_ipc(Path(endpoint.removeprefix("ipc://")))
-        target = endpoint
+        target, path = endpoint, Path(endpoint.removeprefix("ipc://"))
+        _prepare_folder(path.parent)
+    deadline = time.monotonic() + BIND_SECONDS
+    while not _try_bind(sock, target, path):
+        if time.monotonic() > deadline:
+            raise StartupError(f"{endpoint} is in use: stop what listens there or choose another address")
+        time.sleep(0.02)
+    return str(sock.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
+
+
+def _try_bind(sock: zmq.Socket[bytes], target: str, path: Path | None) -> bool:
+    """False when the address is in use. libzmq takes away any ipc socket in its way, so that only dead ones may be."""
+    if path is not None and path.exists():
+        if _answers(path):
+            return False
+        path.unlink(missing_ok=True)
     try:
         sock.bind(target)
     except zmq.ZMQError as error:
         if error.errno == errno.EADDRINUSE:
-            raise StartupError(f"{endpoint} is in use: stop what listens there or choose another address") from None
-        raise StartupError(f"cannot listen on {endpoint}: {error.strerror}") from None
-    return str(sock.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
+            return False
+        raise StartupError(f"cannot listen on {target}: {error.strerror}") from None
+    return True
 
 
 def curve_server(sock: zmq.Socket[bytes]) -> None:
@@ -136,9 +154,8 @@ def _local_ip(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _prepare_ipc(path: Path) -> None:
-    """Makes the private folder and removes a dead process's socket; libzmq would silently remove a live one's too."""
-    folder = path.parent
+def _prepare_folder(folder: Path) -> None:
+    """Makes the folder of ipc sockets; it must be private, as whoever can open them can use the bus."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
@@ -147,10 +164,6 @@ def _prepare_ipc(path: Path) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid != os.geteuid() or mode & 0o077:
         raise StartupError(f"bus folder {folder} is open to others (mode {mode:o}): use one of your own of mode 700")
-    if path.exists():
-        if _answers(path):
-            raise StartupError(f"ipc://{path} is in use: stop what listens there or choose another address")
-        path.unlink(missing_ok=True)
 
 
 def _answers(path: Path) -> bool:

@@ -30,6 +30,7 @@ MAX_MESSAGE = 512 << 20  # bytes; a peer that announces more is cut off
 DRAIN_LIMIT = 1024  # messages taken at once, so that a flood cannot hold the loop
 RECONNECT_MS = (20, 500)
 
+_POLLIN = int(zmq.POLLIN)  # zmq's own is an enum, whose operators are slow
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
@@ -50,7 +51,7 @@ def new_identity() -> bytes:
 
 def readable(socket: zmq.Socket[bytes]) -> bool:
     """Whether a receive would find something now."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 class Connections:
@@ -276,16 +277,22 @@ class Waiter:
 
     def __init__(self, *links: _Socket, fds: Iterable[int] = ()) -> None:
         self._poller = zmq.Poller()
+        self._owners: dict[object, _Socket | int] = {}
         for link in links:
             for pollable in link.pollables:
-                self._poller.register(pollable, zmq.POLLIN)
+                self._register(pollable, link)
         for fd in fds:
-            self._poller.register(fd, zmq.POLLIN)
+            self._register(fd, fd)
 
-    def wait(self, seconds: float) -> None:
-        """Returns when there is something to read, after `seconds` (to the next millisecond) at most."""
-        self._poller.poll(int(seconds * 1000) + 1 if seconds > 0 else 0)
+    def _register(self, pollable: zmq.Socket[bytes] | int, owner: _Socket | int) -> None:
+        self._poller.register(pollable, zmq.POLLIN)
+        self._owners[pollable] = owner
 
-    def until(self, deadline: float) -> None:
+    def wait(self, seconds: float) -> set[_Socket | int]:
+        """The links and descriptors with something to read, empty after `seconds` (to the next millisecond)."""
+        found = self._poller.poll(int(seconds * 1000) + 1 if seconds > 0 else 0)
+        return {self._owners[pollable] for pollable, _ in found}
+
+    def until(self, deadline: float) -> set[_Socket | int]:
         """Like `wait`, up to a time of `time.monotonic`."""
-        self.wait(deadline - time.monotonic())
+        return self.wait(deadline - time.monotonic())

@@ -77,7 +77,6 @@ class Server:
         log.info("serving %s at %s and %s", self._config.names[0], self._front.address, self._back.address)
         try:
             while not self._stopping:
-                self._wait()
                 self._receive()
                 self._schedule()
                 self._send_deltas()
@@ -88,19 +87,18 @@ class Server:
 
     # The step loop.
 
-    def _wait(self) -> None:
-        if self._more:
-            self._waiter.wait(0)
-        else:
-            self._waiter.until(min(self._next_beat, self._deadlines.next()))
-        self._wake.clear()
-
     def _receive(self) -> None:
-        """Drains both sockets before anything is scheduled, so that a burst goes into one step."""
-        for peer, item in self._back.recv():
-            self._take(peer, item, self._back, self._from_worker)
-        for peer, item in self._front.recv():
-            self._take(peer, item, self._front, self._from_front)
+        """Waits for messages, then drains both sockets, so that a burst goes into one step."""
+        due = time.monotonic() if self._more else min(self._next_beat, self._deadlines.next())
+        ready = self._waiter.until(due)
+        if self._wake.fd in ready:
+            self._wake.clear()
+        if self._back in ready:
+            for peer, item in self._back.recv():
+                self._take(peer, item, self._back, self._from_worker)
+        if self._front in ready:
+            for peer, item in self._front.recv():
+                self._take(peer, item, self._front, self._from_front)
 
     def _schedule(self) -> None:
         """A plan for each group that has work and room for one. The second plan of a pair goes with the next round,

@@ -46,10 +46,12 @@ class Worker:
         self._compute.start()
         log.info("connecting to the scheduler at %s", self._link.address)
         while self._exit is None and not self._stopping:
-            self._waiter.until(self._membership.wake_at)
-            self._wake.clear()
-            for event in self._link.recv():
-                self._receive(event)
+            ready = self._waiter.until(self._membership.wake_at)
+            if self._wake.fd in ready:
+                self._wake.clear()
+            if self._link in ready:
+                for event in self._link.recv():
+                    self._receive(event)
             for done in self._compute.take():
                 self._finish(done)
             self._say(self._membership.tick(time.monotonic()))
