@@ -111,7 +111,9 @@ async def test_what_fits_is_served(api: ApiServer, length: int, limit: int | Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("length", "limit"), [(200, LONGEST - 199), (LONGEST, None), (LONGEST + 1, None), (LONGEST, 1)])
+@pytest.mark.parametrize(
+    ("length", "limit"), [(200, LONGEST - 199), (LONGEST, None), (LONGEST + 1, None), (LONGEST, 1)]
+)
 async def test_what_does_not_fit_is_refused_with_the_numbers(
     api: ApiServer, length: int, limit: int | None, stream: bool
 ) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.api.body import parse, read_body
+from services.api.body import ClientGone, parse, read_body
 from services.api.errors import internal_error
 from services.api.exchange import run_while_connected
 from services.api.fields import GenerationRequest, with_room
@@ -102,6 +102,8 @@ class _Reply(Generic[RequestType]):
             await run_while_connected(work, receive, self._gateway.closing, idle, FIRST_IDLE)
         except RequestError as error:
             await self._end_stream(error)
+        except ClientGone:
+            raise
         except Exception:
             if self._stream is None or not self._stream.opened:
                 raise

@@ -36,7 +36,7 @@ class Frame:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 500
+        status = 0
         headers = dict(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id", b""))
 
@@ -53,9 +53,9 @@ class Frame:
             else:
                 await self._refuse(scope, receive, send_framed)
         except ClientGone:
-            status = _CLIENT_GONE
+            status = status or _CLIENT_GONE
         finally:
-            self._gateway.metrics.count_http(self._handler(scope["path"]), scope["method"], status)
+            self._gateway.metrics.count_http(self._handler(scope["path"]), scope["method"], status or 500)
 
     def _allowed(self, scope: Scope, authorization: bytes) -> bool:
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
