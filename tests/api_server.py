@@ -1,4 +1,4 @@
-"""The HTTP gateway for tests: the real app, engine client and uvicorn in this loop, before a small scheduler and tokenizer.
+"""The HTTP gateway for tests: the real app, engine client and uvicorn in this loop, before a small engine.
 
 The model speaks in bytes. A prompt that holds `SAY:text.` (up to the full stop) is answered with that text and the end
 of sequence; any other with the alphabet, over and over, up to max_tokens.
