@@ -135,7 +135,7 @@ class Scheduler:
         """Gives back the sequences that hold nothing here, in order, except forks that wait for a running leader."""
         back = self.waiting.drain()
         for seq in list(back):
-            back += seq.forks
+            back += [fork for fork in seq.forks if not fork.finished]
             seq.forks.clear()
         for seq in back:
             del self.requests[seq.key]
