@@ -265,6 +265,23 @@ def test_a_burst_goes_into_one_step_and_two_plans_are_in_flight(scheduler: Runni
     assert [(delta.id, delta.index, delta.ids) for delta in deltas.items] == [(id, 0, [9]) for id in range(3)]
 
 
+def test_the_second_plan_waits_for_newcomers(scheduler: Running) -> None:
+    """Once a group's steps are known to be long, a request that comes early in a step goes with the next one."""
+    scheduler.start()
+    worker, api = scheduler.worker(), scheduler.peer("api")
+    api.send(Submit([request(1, tokens=1)]))
+    plan = worker.expect(Plan)
+    api.expect(Stats)  # the next heartbeat, so the step takes a good part of a second
+    api.pending.clear()
+    api.expect(Stats)
+    answer(worker, plan)
+    api.expect(Deltas)
+    api.send(Submit([request(2)]))
+    worker.expect(Plan)
+    api.send(Submit([request(3)]))
+    assert len(worker.expect(Plan).slots) == 2
+
+
 def test_refusals(scheduler: Running) -> None:
     scheduler.start()
     api = scheduler.peer("api")

@@ -154,6 +154,11 @@ def test_sigterm_says_goodbye(scheduler: FakeScheduler, worker: Process) -> None
     assert worker.wait() == 0
 
 
+def test_a_worker_given_up_ends_to_be_restarted(scheduler: FakeScheduler, worker: Process) -> None:
+    scheduler.send(ready(scheduler), Goodbye())
+    assert worker.wait() == 1
+
+
 def test_a_failed_step_ends_the_process_with_its_traceback(scheduler: FakeScheduler, worker: Process) -> None:
     peer = ready(scheduler)
     scheduler.send(peer, plan(10, 1, start=3))  # of a slot that is free

@@ -1,38 +1,69 @@
-"""Since when each worker group owes the result of a step. No I/O; time is an argument, in seconds."""
+"""When a worker group gets its next plan, and when it owes a result for too long. No I/O; times in seconds."""
 
 from __future__ import annotations
 
+from collections import deque
+
+STEPS_KEPT = 8  # whose shortest is what the step under way is expected to take at least
+LEAST_HOLD = 0.004  # a shorter wait is not worth a wake-up
+
+
+class Clock:
+    """The plans in flight of one group epoch."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.since = 0.0  # the step under way began: its plan left, or the result before it came
+        self._took: deque[float] = deque(maxlen=STEPS_KEPT)
+
+    def sent(self, now: float) -> None:
+        """A plan left."""
+        if not self.in_flight:
+            self.since = now
+        self.in_flight += 1
+
+    def done(self, now: float) -> None:
+        """A result came."""
+        self._took.append(now - self.since)
+        self.in_flight -= 1
+        self.since = now
+
+    def next_plan_at(self) -> float:
+        """When the next plan should leave: at once for an idle group, else halfway through the step under way.
+
+        It must be there before that step ends, and no sooner than that, so that it takes along who arrives meanwhile.
+        """
+        hold = min(self._took, default=0.0) / 2
+        return self.since + hold if self.in_flight and hold >= LEAST_HOLD else 0.0
+
 
 class Deadlines:
-    """A group's time runs from the later of its oldest plan in flight and its last result."""
+    """The clocks of all groups, by group epoch."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._in_flight: dict[int, int] = {}  # plans, by group epoch
-        self._since: dict[int, float] = {}
+        self._clocks: dict[int, Clock] = {}
 
-    def sent(self, epoch: int, now: float) -> None:
-        """A plan left."""
-        self._in_flight[epoch] = self._in_flight.get(epoch, 0) + 1
-        self._since.setdefault(epoch, now)
-
-    def done(self, epoch: int, now: float) -> None:
-        """A result came."""
-        self._in_flight[epoch] -= 1
-        if self._in_flight[epoch]:
-            self._since[epoch] = now
-        else:
-            self.forget(epoch)
+    def of(self, epoch: int) -> Clock:
+        """A group's clock."""
+        clock = self._clocks.get(epoch)
+        if clock is None:
+            clock = self._clocks[epoch] = Clock()
+        return clock
 
     def forget(self, epoch: int) -> None:
-        """The group epoch is over, or owes nothing."""
-        self._in_flight.pop(epoch, None)
-        self._since.pop(epoch, None)
+        """The group epoch is over."""
+        self._clocks.pop(epoch, None)
 
     def missed(self, now: float) -> list[int]:
-        """Epochs of the groups that are too late."""
-        return [epoch for epoch, since in self._since.items() if now - since >= self._seconds]
+        """Epochs of the groups that owe a result for too long."""
+        return [
+            epoch for epoch, clock in self._clocks.items() if clock.in_flight and now >= clock.since + self._seconds
+        ]
 
     def next(self) -> float:
-        """When the next deadline is."""
-        return min(self._since.values(), default=float("inf")) + self._seconds
+        """When the next of them will be too late."""
+        return (
+            min((clock.since for clock in self._clocks.values() if clock.in_flight), default=float("inf"))
+            + self._seconds
+        )

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from services.scheduler.core import MAX_IN_FLIGHT
 from services.scheduler.deadlines import Deadlines
 from services.scheduler.groups import Group, Groups, Replies
 from services.scheduler.roster import BACK_ROLES, FRONT_ROLES, Roster, refusal
@@ -63,7 +64,7 @@ class Server:
         self._failure = ""  # why the last worker gave up, until one is ready
         self._news = False  # what the apis were told last is not all
         self._next_beat = 0.0
-        self._more = False  # there may be another plan to send
+        self._plan_at = float("inf")  # when there may be another plan to send
         self._core_seconds = 0.0
         self._stopping = False
 
@@ -89,8 +90,7 @@ class Server:
 
     def _receive(self) -> None:
         """Waits for messages, then drains both sockets, so that a burst goes into one step."""
-        due = time.monotonic() if self._more else min(self._next_beat, self._deadlines.next())
-        ready = self._waiter.until(due)
+        ready = self._waiter.until(min(self._plan_at, self._next_beat, self._deadlines.next()))
         if self._wake.fd in ready:
             self._wake.clear()
         if self._back in ready:
@@ -101,19 +101,24 @@ class Server:
                 self._take(peer, item, self._front, self._from_front)
 
     def _schedule(self) -> None:
-        """A plan for each group that has work and room for one. The second plan of a pair goes with the next round,
-        so that what arrives right behind a first request can still join it."""
-        self._more = False
-        began = time.monotonic()
+        """A plan for each group that has work, room for one in flight, and use for it now."""
+        self._plan_at = float("inf")
         for group in self._groups.groups:
-            plan = group.scheduler.schedule(began) if group.scheduler else None
+            if group.scheduler is None:
+                continue
+            clock = self._deadlines.of(group.epoch)
+            now = time.monotonic()
+            if clock.in_flight == MAX_IN_FLIGHT:
+                continue
+            if (at := clock.next_plan_at()) > now:
+                self._plan_at = min(self._plan_at, at)
+                continue
+            plan = group.scheduler.schedule(now)
+            self._core_seconds += time.monotonic() - now
             if plan is not None:
-                self._more = True
-                self._deadlines.sent(plan.epoch, began)
-                self._core_seconds += time.monotonic() - began
+                clock.sent(now)
                 self._tell_ranks(group, plan)
-                began = time.monotonic()
-        self._core_seconds += time.monotonic() - began
+                self._plan_at = now  # perhaps another, once what is right behind has been received
 
     def _send_deltas(self) -> None:
         """One message for each api process. One that cannot be reached will submit anew whatever it still wants."""
@@ -214,7 +219,7 @@ class Server:
             log.warning("ignoring a result of %s: %s", self._roster.name(worker), error)
             return
         self._core_seconds += time.monotonic() - began
-        self._deadlines.done(result.epoch, now)
+        self._deadlines.of(result.epoch).done(now)
         for peer, items in deltas.items():
             self._deltas.setdefault(peer, []).extend(items)
 
