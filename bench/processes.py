@@ -1,0 +1,55 @@
+"""CPU time and resident memory of the server's processes by role, read from /proc."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+ROLE = re.compile(r"-m\0services\.(api|tokenizer|scheduler|worker)\0")
+TICK = 1.0 / os.sysconf("SC_CLK_TCK")  # seconds
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a role's processes have used together."""
+
+    cpu: float  # seconds
+    resident: int  # bytes
+
+
+def find() -> dict[int, str]:
+    """The pids of pagebus processes on this machine and their roles."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue  # it has ended
+        match = ROLE.search(command)
+        if match:
+            found[int(folder.name)] = match[1]
+    return found
+
+
+def parse(text: str) -> dict[int, str]:
+    """`role:pid,role:pid`, or pids alone. Raises ValueError."""
+    pairs = [part.rpartition(":") for part in text.split(",")]
+    return {int(pid): role or "server" for role, _, pid in pairs}
+
+
+def usage(pids: dict[int, str]) -> dict[str, Usage]:
+    """The usage of each role; a process that has ended counts nothing."""
+    cpu: dict[str, float] = defaultdict(float)
+    resident: dict[str, int] = defaultdict(int)
+    for pid, role in pids.items():
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        except (OSError, IndexError):
+            continue
+        cpu[role] += (int(fields[11]) + int(fields[12])) * TICK
+        resident[role] += pages * os.sysconf("SC_PAGE_SIZE")
+    return {role: Usage(cpu[role], resident[role]) for role in cpu}
