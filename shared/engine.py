@@ -14,8 +14,8 @@ import msgspec
 from shared.admission import check_unicode, checked, failed, overloaded
 from shared.bus import new_identity
 from shared.chat import ChatOptions
-from shared.config import EngineConfig
 from shared.detokenizer import Detokenizer, Stream
+from shared.engine_state import EngineState
 from shared.errors import RequestError
 from shared.generation import Generation, Sample, SampleDelta
 from shared.journal import Journal, Verdict
@@ -35,7 +35,6 @@ from shared.messages import (
     Welcome,
     unpack_ids,
 )
-from shared.model_info import ModelInfo
 from shared.outbox import Outbox
 from shared.sampling import SamplingParams
 from shared.scheduler_link import SchedulerLink
@@ -44,19 +43,6 @@ from shared.tokenizer_pool import Answer, CallMessage, TokenizerPool
 __all__ = ["Encoding", "EngineClient", "EngineState", "Generation", "Sample", "SampleDelta"]
 
 MAX_PARKED = 4096  # sequences taken at most while the scheduler is away
-
-
-class EngineState(msgspec.Struct):
-    """What is known of the engine; updated in place as messages arrive."""
-
-    ready: bool = False  # a request sent now would be served
-    reason: str = "connecting to the scheduler"  # why not ready, for people; "" when ready
-    engine: EngineConfig | None = None  # None until the first Welcome, then kept while the scheduler is away
-    model: ModelInfo | None = None
-    stats: Stats | None = None  # the scheduler's last; stale while it is away
-    heard: float = 0.0  # time.monotonic() of the last Stats
-    epoch: int = 0  # of the scheduler last heard
-    tokenizers: int = 0  # connected links
 
 
 class Encoding(msgspec.Struct):
@@ -288,22 +274,8 @@ class EngineClient:
     def _refresh(self) -> None:
         state = self.state
         state.tokenizers = self._pool.connected
-        state.reason = self._trouble()
-        state.ready = not state.reason
+        state.judge("" if self._outbox.is_open else f"no answer from the scheduler at {self._scheduler}")
         if state.ready:
             self._ready.set()
         else:
             self._ready.clear()
-
-    def _trouble(self) -> str:
-        """Why a request would not be served now; "" when it would."""
-        state = self.state
-        if self._link is None or not self._link.joined:
-            return f"no answer from the scheduler at {self._scheduler}"
-        if state.stats is None or state.stats.epoch != state.epoch:
-            return "the scheduler is starting"
-        if not state.stats.ready:
-            return state.stats.reason
-        if not state.tokenizers:
-            return "no tokenizer is connected"
-        return ""
