@@ -1,4 +1,4 @@
-"""Cost of the scheduler core: microseconds per step (schedule and update) over the number of running decodes.
+"""Cost of the scheduler core: CPU microseconds per step (schedule and update) over the number of running decodes.
 
 python -m bench.scheduler [--json]
 """
@@ -19,7 +19,7 @@ PROMPT = 64  # tokens
 
 
 def measure(running: int, steps: int) -> tuple[float, float]:
-    """Median microseconds of `schedule` and of `update` with so many decodes and two plans in flight."""
+    """Median CPU microseconds of `schedule` and of `update` with so many decodes and two plans in flight."""
     config = EngineConfig(max_num_seqs=running, max_num_batched_tokens=max(2048, running))
     tokens = PROMPT + steps + 64
     scheduler = Scheduler(config, running * (tokens // config.block_size + 2), 8192, [2])
@@ -34,14 +34,14 @@ def measure(running: int, steps: int) -> tuple[float, float]:
     ahead = scheduler.schedule(0.0)
     schedule_times, update_times = [], []
     for _ in range(steps):
-        start = time.perf_counter()
+        start = time.thread_time()
         plan = scheduler.schedule(0.0)
-        middle = time.perf_counter()
+        middle = time.thread_time()
         assert ahead is not None
         results = [7] * len(ahead.slots)
-        ready = time.perf_counter()
+        ready = time.thread_time()
         scheduler.update(ahead.step, results)
-        end = time.perf_counter()
+        end = time.thread_time()
         schedule_times.append(middle - start)
         update_times.append(end - ready)
         ahead = plan

@@ -26,11 +26,12 @@ class BlockSpaceManager:
         """Blocks that hold this many tokens."""
         return -(-tokens // self.block_size)
 
-    def match(self, seq: Sequence) -> Match:
-        """What of the sequence the prefix cache holds."""
-        return self.cache.match(seq.tokens, seq.salt)
+    def match(self, seq: Sequence, leader: Sequence | None) -> Match:
+        """What the sequence can reuse: of the sample it is a fork of, else of the prefix cache."""
+        shared = self._match_leader(seq, leader) if leader is not None else None
+        return shared or self.cache.match(seq.tokens, seq.salt)
 
-    def match_leader(self, seq: Sequence, leader: Sequence) -> Match | None:
+    def _match_leader(self, seq: Sequence, leader: Sequence) -> Match | None:
         """What a sample can share with the first one, whose prompt is computed; None when their prompts differ."""
         prompt = seq.num_prompt
         if prompt != leader.num_prompt or seq.tokens[:prompt] != leader.tokens[:prompt] or seq.salt != leader.salt:
@@ -103,7 +104,7 @@ class BlockSpaceManager:
             self.cache.release(seq.node)
         seq.node = None
         seq.blocks = []
-        seq.capacity = seq.scheduled = 0
+        seq.capacity = seq.scheduled = seq.event_at = 0
         seq.shareable = False
 
     def distrust(self, seq: Sequence) -> None:

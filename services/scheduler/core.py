@@ -21,13 +21,13 @@ from services.scheduler.limits import Limits
 from services.scheduler.policy import POLICIES, PeakEstimate, WaitingQueue, share_budget, share_leftover
 from services.scheduler.prefix_cache import Match
 from services.scheduler.request import FINISH_REASONS, Key, Sequence, Status
-from services.scheduler.step import Step
+from services.scheduler.step import NO_BLOCKS, NONSENSE, NOT_SAMPLED, Step
 from shared.config import EngineConfig
 from shared.messages import Delta, GroupStats, Plan
 
 Deltas = dict[bytes, list[Delta]]  # by api process
 
-RUNNING, ENDED = Status.RUNNING, Status.FINISHED_STOPPED
+RUNNING = Status.RUNNING
 MAX_IN_FLIGHT = 2  # plans
 MAX_CRASHES = 3
 LOOKAHEAD = 8  # waiting sequences tried when the first does not fit
@@ -207,19 +207,28 @@ class Scheduler:
     def _plan_decodes(self, step: Step) -> list[Sequence]:
         """Adds a row for each sequence with one token to go, in order of arrival; returns those with more."""
         prefills = []
-        running = self.running
-        i = 0
-        while i < len(running):
-            seq = running[i]
-            i += 1
-            if seq.total - seq.scheduled > 1:
+        rows, slots, starts, blocks = step.rows, step.slots, step.starts, step.blocks
+        number = step.number
+        for seq in self.running:  # a preemption takes from its end
+            start, total = seq.scheduled, seq.total
+            if total - start > 1:
                 prefills.append(seq)
-            elif seq.total < seq.max_len:  # else the token in flight is its last
-                if seq.scheduled < seq.capacity:
-                    step.compute(seq, 1)
+            elif total < seq.max_len:  # else the token in flight is its last
+                if start < seq.capacity:
+                    blocks.append(NO_BLOCKS)
                 elif self._make_room(seq):
-                    step.compute(seq, 1, [self.space.grow(seq)])
-        return [seq for seq in prefills if seq.status == Status.RUNNING]
+                    blocks.append([self.space.grow(seq)])
+                else:
+                    break
+                seq.scheduled = total
+                seq.total = total + 1
+                seq.last_step = number
+                rows.append(seq)
+                slots.append(seq.slot)
+                starts.append(start)
+        step.counts = [1] * len(rows)
+        step.samples = [1] * len(rows)
+        return [seq for seq in prefills if seq.status is RUNNING]
 
     def _make_room(self, seq: Sequence) -> bool:
         """Preempts the latest arrivals until a block is free; False if that took the sequence itself.
@@ -245,7 +254,7 @@ class Scheduler:
         self._estimate.begin(self.running)
         passed: list[Sequence] = []
         while budget > 0 and self._slots and len(passed) < LOOKAHEAD and (seq := self.waiting.pop()) is not None:
-            match = self._match(seq)
+            match = self.space.match(seq, self._leader(seq))
             count = seq.total - match.matched
             if not self.chunked and count > budget and step.admit:
                 self.waiting.push(seq)  # whole prompts only: the next step takes it
@@ -263,12 +272,6 @@ class Scheduler:
             self.waiting.push(seq)
         return budget
 
-    def _match(self, seq: Sequence) -> Match:
-        """What the sequence can reuse: of the sample it is a fork of, else of the prefix cache."""
-        leader = self.requests.get(seq.fork_key) if seq.fork_key else None
-        shared = self.space.match_leader(seq, leader) if leader is not None and leader.shareable else None
-        return shared or self.space.match(seq)
-
     def _fits(self, seq: Sequence, match: Match) -> bool:
         """Whether there are blocks for its tokens now, and probably for those that it and the others will grow by."""
         room = self.space.room_after(seq, match)
@@ -277,7 +280,7 @@ class Scheduler:
     def _start(self, step: Step, seq: Sequence, match: Match, budget: int) -> int:
         """Gives slot and blocks and adds the first row. Returns the tokens of the row."""
         copies = self.space.allocate(seq, match)
-        self._count(seq)
+        self.counters.admitted(seq, self._leader(seq), self.config.enable_prefix_caching)
         seq.slot = self._slots.pop()
         seq.status = Status.RUNNING
         insort(self.running, seq, key=lambda seq: seq.order)
@@ -287,20 +290,10 @@ class Scheduler:
         step.admitted(seq, copies, count)
         return count
 
-    def _count(self, seq: Sequence) -> None:
-        """Counts a request's prompt once: samples of one prompt, or what is computed again, are no reuse."""
-        if seq.cached >= 0:
-            return
+    def _leader(self, seq: Sequence) -> Sequence | None:
+        """The sample that this one is a fork of, if its prompt is computed and still there."""
         leader = self.requests.get(seq.fork_key) if seq.fork_key else None
-        if leader is not None and leader.shareable:
-            seq.cached = max(leader.cached, 0)
-            return
-        seq.cached = min(seq.scheduled, seq.num_prompt)
-        if seq.fork_key is None:
-            self.counters.prompt_tokens += seq.num_prompt
-            if self.space.cache.enabled:
-                self.counters.prefix_queries += seq.num_prompt
-                self.counters.prefix_hits += seq.cached
+        return leader if leader is not None and leader.shareable else None
 
     def _send(self, step: Step) -> Plan:
         self._step = step.number
@@ -324,41 +317,41 @@ class Scheduler:
         self._in_flight.popleft()
         self._done = step
         deltas: Deltas = {}
-        results = iter(tokens)
         accepted = 0
-        for seq, start, count, sample in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
-            token = next(results) if sample else 0
-            if seq.status >= ENDED:
-                continue
-            if token < 0:
-                deltas.setdefault(seq.peer, []).append(self._fail(seq))
-                continue
-            if start + count >= seq.publish_at and seq.status == RUNNING:
-                self.space.publish(seq, start + count)
-            if not sample:
-                continue
-            index = len(seq.tokens) - seq.num_prompt
-            seq.tokens.append(token)
-            accepted += 1
-            if seq.shareable and token not in seq.stops and index + 1 < seq.max_output:
-                delta = Delta(seq.id, seq.attempt, index, [token])
+        for seq, start, count, token in zip(plan.rows, plan.starts, plan.counts, plan.expand(tokens), strict=True):
+            end = start + count  # where the token's place is, if one was sampled
+            if end < seq.event_at and token >= 0 and token not in seq.stops:
+                seq.tokens.append(token)
+                delta: Delta | None = Delta(seq.id, seq.attempt, end - seq.num_prompt, [token])
             else:
-                delta = self._first_or_last(seq, token)
-            items = deltas.get(seq.peer)
-            if items is None:
-                deltas[seq.peer] = [delta]
-            else:
-                items.append(delta)
+                delta = self._apply(seq, end, token)
+            if delta is not None:
+                accepted += len(delta.ids)
+                items = deltas.get(seq.peer)
+                if items is None:
+                    deltas[seq.peer] = [delta]
+                else:
+                    items.append(delta)
         self.counters.generation_tokens += accepted
         self._unhold()
         return deltas
 
-    def _first_or_last(self, seq: Sequence, token: int) -> Delta:
-        """The delta of a token that may be the first since admission, or the last of all."""
+    def _apply(self, seq: Sequence, end: int, token: int) -> Delta | None:
+        """One row in full: its sequence may have ended, filled a block, or come to its first or last token."""
+        if seq.finished:
+            return None
+        if token == NONSENSE:
+            return self._fail(seq)
+        if seq.status is RUNNING:
+            self.space.publish(seq, end)
+        if token == NOT_SAMPLED:
+            return None
+        seq.tokens.append(token)
         seq.crashes = 0
-        if seq.status == Status.RUNNING and not seq.shareable:
+        if seq.status is RUNNING:
             seq.shareable = True
             self._release_forks(seq)
+            seq.event_at = min(seq.publish_at, seq.max_len - 1)
         status = self.limits.end_of(seq)
         if status is not None:
             self._estimate.ended(seq.num_output)
@@ -396,7 +389,7 @@ class Scheduler:
 
     def cached_tokens(self, seq: Sequence) -> int:
         """Tokens of the sequence that this group's prefix cache holds."""
-        return self.space.match(seq).matched
+        return self.space.match(seq, None).matched
 
     @property
     def num_running(self) -> int:

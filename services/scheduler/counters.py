@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.scheduler.request import Sequence
 from shared.config import EngineConfig
 from shared.messages import GroupStats
 
@@ -27,6 +28,20 @@ class Counters:
         self.generation_tokens = 0
         self.steps = 0
         self.step_tokens = 0
+
+    def admitted(self, seq: Sequence, leader: Sequence | None, caching: bool) -> None:
+        """Counts a prompt once, at its first admission, after its blocks were found or allocated.
+
+        A sample that shares with its leader, or what is computed again after a preemption, is no reuse.
+        """
+        if seq.cached >= 0:
+            return
+        seq.cached = leader.cached if leader is not None else min(seq.scheduled, seq.num_prompt)
+        if seq.fork_key is None:
+            self.prompt_tokens += seq.num_prompt
+            if caching:
+                self.prefix_queries += seq.num_prompt
+                self.prefix_hits += seq.cached
 
     def stats(self, group: int, config: EngineConfig) -> GroupStats:
         """The counters as statistics of a group that is not ready."""

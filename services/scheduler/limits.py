@@ -22,7 +22,6 @@ class Limits:
             raise RequestError(self._too_long(seq), param="prompt")
         most = seq.params.max_tokens
         seq.max_len = self.max_len if most is None else min(seq.num_prompt + most, self.max_len)
-        seq.max_output = seq.max_len - seq.num_prompt
         stops = frozenset() if seq.params.ignore_eos else self._eos
         seq.stops = stops.union(seq.params.stop_token_ids) if seq.params.stop_token_ids else stops
 

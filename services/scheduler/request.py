@@ -51,13 +51,13 @@ class Sequence:
         "cached",
         "capacity",
         "crashes",
+        "event_at",
         "fork_key",
         "forks",
         "id",
         "key",
         "last_step",
         "max_len",
-        "max_output",
         "node",
         "num_prompt",
         "order",
@@ -93,7 +93,6 @@ class Sequence:
         self.total = len(self.tokens)
         self.stops: frozenset[int] = frozenset()
         self.max_len = 0  # tokens, prompt included; set by the scheduler
-        self.max_output = 0  # the same, without the prompt
 
         self.status = Status.WAITING
         self.slot = -1
@@ -102,6 +101,7 @@ class Sequence:
         self.capacity = 0  # tokens that fit in `blocks`
         self.node: Node | None = None  # where the prefix cache goes on after the published blocks
         self.publish_at = 0  # computed tokens at which the next block can be published
+        self.event_at = 0  # length before which a new token is neither the first nor the last and fills no block
         self.last_step = -1  # the last plan that computes some of it
         self.forks: list[Sequence] = []  # siblings waiting for this one's prompt
         self.shareable = False  # the whole prompt is computed: siblings may share its blocks

@@ -6,6 +6,8 @@ from services.scheduler.request import Sequence
 from shared.messages import Admit, Plan, pack_ids
 
 NO_BLOCKS: list[int] = []
+NONSENSE = -1  # a worker's token where the model computed no valid probabilities
+NOT_SAMPLED = -2
 
 
 class Step:
@@ -44,6 +46,13 @@ class Step:
         self.admit.append(Admit(seq.slot, pack_ids(seq.tokens), seq.num_prompt, seq.params))
         self.copies += copies
         self.compute(seq, count, list(seq.blocks))
+
+    def expand(self, tokens: list[int]) -> list[int]:
+        """The sampled tokens by row, with NOT_SAMPLED where a row has none."""
+        if len(tokens) == len(self.rows):
+            return tokens
+        results = iter(tokens)
+        return [next(results) if sample else NOT_SAMPLED for sample in self.samples]
 
     def plan(self, epoch: int, release: list[int]) -> Plan:
         """The message to the workers."""
