@@ -266,12 +266,3 @@ def test_fingerprints_differ_where_loading_does() -> None:
     assert fingerprint(EngineConfig(model="none", num_gpu_blocks_override=101), MODEL) != base
     other = ModelInfo(**{field: getattr(MODEL, field) for field in MODEL.__struct_fields__} | {"dtype": "bfloat16"})
     assert fingerprint(ENGINE, other) != base
-
-
-def test_messages_queue_while_nobody_takes_them() -> None:
-    """A wake-up more than the pipe holds is no error."""
-    wake = Wake()
-    for _ in range(100_000):
-        wake.set()
-    wake.clear()
-    wake.close()
