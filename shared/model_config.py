@@ -120,6 +120,12 @@ class ModelConfig:
             length = rope.integer("original_max_position_embeddings")
         return int(length * rope.number("factor"))
 
+    @property
+    def default_length(self) -> int:
+        """The context in tokens when none is asked for; with dynamic scaling the trained one, whose rope is the plain."""
+        dynamic = self.rope().values["rope_type"] == "dynamic"
+        return self.integer("max_position_embeddings") if dynamic else self.max_position
+
     def rope(self) -> ModelConfig:
         """The rope parameters in transformers' newer layout, whichever layout the file has.
 

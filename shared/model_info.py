@@ -54,10 +54,10 @@ def read_model_info(config: EngineConfig) -> ModelInfo:
 
 
 def max_model_len(model: ModelConfig, asked: int | None) -> int:
-    """Tokens of the longest context: `asked`, or all that the model takes. Raises StartupError for more, or none."""
+    """Tokens of the longest context: `asked`, or the model's own. Raises StartupError for more than it takes, or none."""
     limit = model.max_position
     if asked is None:
-        return limit
+        return model.default_length
     if not 1 <= asked <= limit:
         raise StartupError(f"--max-model-len {asked}: this model takes from 1 to {limit} tokens")
     return asked

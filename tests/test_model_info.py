@@ -90,7 +90,7 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
     [
         (None, 2048),
         ({"type": "linear", "factor": 2.0}, 4096),
-        ({"rope_type": "dynamic", "factor": 4.0}, 8192),
+        ({"rope_type": "dynamic", "factor": 4.0}, 2048),
         ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
         ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1024}, 2048),
@@ -110,6 +110,13 @@ def test_the_length_follows_the_rope_scaling(
     assert info(path, max_model_len=expected).max_model_len == expected
     with pytest.raises(StartupError, match=f"--max-model-len {expected + 1}: this model takes from 1 to {expected}"):
         info(path, max_model_len=expected + 1)
+
+
+def test_dynamic_scaling_is_used_where_the_length_asks_for_it(edit: Edit) -> None:
+    path = edit(rope_parameters={"rope_theta": 5000.0, "rope_type": "dynamic", "factor": 4.0})
+    assert info(path, max_model_len=8192).max_model_len == 8192
+    with pytest.raises(StartupError, match="8192"):
+        info(path, max_model_len=8193)
 
 
 @pytest.mark.parametrize("length", [0, -1, 10**9])
