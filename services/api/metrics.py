@@ -17,7 +17,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from services.api.engine_metrics import EngineCollector
-from services.api.histogram import BatchHistogram
+from services.api.histogram import BatchHistogram, PendingCounter, PendingHistogram
 from shared.engine import EngineState, Sample, SampleDelta
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -70,6 +70,11 @@ class Metrics:
     def tick(self, now: float) -> None:
         """To be called about once a second."""
         self._engine.tick(now)
+        self._flush()
+
+    def _flush(self) -> None:
+        for children in self._children.values():
+            children.flush()
 
     def begin(self, model: str, prompt_tokens: int, n: int, max_tokens: int, arrival: float) -> Record:
         """A request has been handed to the engine; `arrival`: its time.monotonic()."""
@@ -84,6 +89,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text for Prometheus."""
+        self._flush()
         registry = self.registry
         if os.environ.get(MULTIPROCESS_VARIABLE):
             registry = CollectorRegistry()
@@ -120,7 +126,7 @@ class Children:
     def __init__(self, metrics: Metrics, model: str) -> None:
         labels = (model, "0")
         self.ttft = metrics.ttft.labels(*labels)
-        self.itl = metrics.itl.labels(*labels)
+        self.itl = PendingHistogram(metrics.itl.labels(*labels))
         self.per_token = metrics.per_token.labels(*labels)
         self.e2e = metrics.e2e.labels(*labels)
         self.request_prompt = metrics.request_prompt.labels(*labels)
@@ -128,10 +134,15 @@ class Children:
         self.params_n = metrics.params_n.labels(*labels)
         self.params_max_tokens = metrics.params_max_tokens.labels(*labels)
         self.prompt_tokens = metrics.prompt_tokens.labels(*labels)
-        self.generation_tokens = metrics.generation_tokens.labels(*labels)
+        self.generation_tokens = PendingCounter(metrics.generation_tokens.labels(*labels))
         self.success = {
             reason: metrics.success.labels(*labels, reason) for reason in ("stop", "length", "abort", "error")
         }
+
+    def flush(self) -> None:
+        """Hands on what gathers per token."""
+        self.itl.flush()
+        self.generation_tokens.flush()
 
 
 class Record:
@@ -152,13 +163,13 @@ class Record:
 
     def deltas(self, deltas: list[SampleDelta]) -> None:
         """New tokens, as they arrive."""
-        now, tokens = time.monotonic(), 0
+        now, tokens, latest = time.monotonic(), 0, self._last
         for delta in deltas:
             if count := len(delta.ids):
                 tokens += count
-                if last := self._last[delta.index]:
-                    self._children.itl.observe_many((now - last) / count, count)
-                self._last[delta.index] = now
+                if last := latest[delta.index]:
+                    self._children.itl.observe((now - last) / count, count)
+                latest[delta.index] = now
         self._add(tokens, now)
 
     def samples(self, samples: list[Sample]) -> None:
@@ -166,7 +177,7 @@ class Record:
         now = time.monotonic()
         seen, total = self._tokens, sum(len(sample.ids) for sample in samples)
         if self._first and total > seen:
-            self._children.itl.observe_many((now - self._first) / (total - seen), total - seen)
+            self._children.itl.observe((now - self._first) / (total - seen), total - seen)
         self._last = [now] * self._n
         self._add(total - seen, now)
 
@@ -178,7 +189,7 @@ class Record:
             self._children.ttft.observe(now - self._arrival)
             self._children.prompt_tokens.inc(self._prompt_tokens)
         self._tokens += tokens
-        self._children.generation_tokens.inc(tokens)
+        self._children.generation_tokens.value += tokens
 
     @property
     def untouched(self) -> bool:

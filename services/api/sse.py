@@ -118,7 +118,8 @@ class EventStream:
         self._ping_seconds = ping_seconds
         self._clock = asyncio.get_running_loop().time
         self._last_write = self._clock()
-        self._lock = asyncio.Lock()
+        self._turn = asyncio.Lock()  # held by `idle` while it writes; `run` is the only other writer
+        self._writing = False
 
     async def run(self) -> None:
         """Sends everything. Raises RequestError when the engine does; before the first byte if `opened` is False."""
@@ -133,23 +134,31 @@ class EventStream:
         await self._write(error_events(error), more=False)
 
     async def idle(self) -> float:
-        """To be called now and then; returns in how many seconds again."""
+        """To be called now and then, never twice at once; returns in how many seconds again."""
         quiet = self._clock() - self._last_write
-        if not self._lock.locked():
-            if not self.opened:
-                await self._write(b"")
-            elif quiet >= self._ping_seconds:
-                await self._write(PING)
-            else:
-                return self._ping_seconds - quiet
+        if self._writing:
+            return self._ping_seconds
+        if self.opened and quiet < self._ping_seconds:
+            return self._ping_seconds - quiet
+        async with self._turn:
+            await (self._body(PING) if self.opened else self._open(b""))
         return self._ping_seconds
 
     async def _write(self, data: bytes, *, more: bool = True) -> None:
-        async with self._lock:
-            if not self.opened:
-                await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-                self.opened = True
-                data = self._chunks.opening(self._job.usage) + data
-            if data or not more:
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
-            self._last_write = self._clock()
+        if self._turn.locked():
+            async with self._turn:
+                pass
+        self._writing = True
+        await (self._body(data, more=more) if self.opened else self._open(data, more=more))
+        self._writing = False
+
+    async def _open(self, data: bytes, *, more: bool = True) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        self.opened = True
+        data = self._chunks.opening(self._job.usage) + data
+        if data or not more:
+            await self._body(data, more=more)
+
+    async def _body(self, data: bytes, *, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._last_write = self._clock()
