@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.scheduler.core import LOOKAHEAD, MAX_BYPASS, MAX_CRASHES, Scheduler
+from services.scheduler.policy import PeakEstimate
 from services.scheduler.request import Sequence
 from shared.config import EngineConfig
 from shared.errors import RequestError
@@ -22,10 +23,25 @@ from tests.paged_model import EOS, VOCAB, PagedModel, generate_alone
 PEER = b"api"
 
 
+class Hopeful(PeakEstimate):
+    """Never expects anyone to grow, so that preemption is no longer rare."""
+
+    def fits(self, seq: Sequence, free: int) -> bool:
+        return True
+
+
 class Engine:
     """A scheduler and its worker in one thread, with the journal that an api process would keep."""
 
-    def __init__(self, num_blocks: int = 64, max_model_len: int = 256, block_size: int = 4, **flags: object) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        max_model_len: int = 256,
+        block_size: int = 4,
+        hopeful: bool = False,
+        **flags: object,
+    ) -> None:
+        self.hopeful = hopeful
         self.config = EngineConfig(block_size=block_size, **flags)  # type: ignore[arg-type]
         self.num_blocks = num_blocks
         self.max_model_len = max_model_len
@@ -40,6 +56,8 @@ class Engine:
 
     def start(self) -> None:
         self.scheduler = Scheduler(self.config, self.num_blocks, self.max_model_len, [EOS])
+        if self.hopeful:
+            self.scheduler._estimate = Hopeful(self.config.block_size)
         self.model = PagedModel(self.num_blocks, self.config.block_size, self.config.max_num_seqs)
         self.plans: deque[Plan] = deque()  # sent, not yet executed
         self.results: deque[tuple[int, list[int]]] = deque()  # executed, not yet applied
@@ -189,14 +207,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 20),
         chunked=st.booleans(),
         caching=st.booleans(),
+        hopeful=st.booleans(),
     )
     def start(
-        self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, chunked: bool, caching: bool
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        budget: int,
+        chunked: bool,
+        caching: bool,
+        hopeful: bool,
     ) -> None:
         self.engine = Engine(
             num_blocks,
             max_model_len=40,
             block_size=block_size,
+            hopeful=hopeful,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             enable_chunked_prefill=chunked,
@@ -299,7 +326,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestRandom = SchedulerMachine.TestCase
 TestRandom.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -392,11 +419,12 @@ def test_growth_over_the_pool_ends_with_length_and_the_short_ones_behind_it_fini
 
 def test_a_prompt_that_fills_the_pool_is_admitted_though_a_copy_would_need_one_block_more() -> None:
     engine = Engine(num_blocks=4, block_size=4, max_model_len=64)
-    engine.add(prompt(15), max_tokens=1)
+    tokens = prompt(15)
+    engine.add(tokens, max_tokens=1)
     engine.run()
-    again = engine.add([*prompt(14), (prompt(15)[14] + 1) % VOCAB], max_tokens=1)
+    again = engine.add([*tokens[:10], (tokens[10] + 1) % VOCAB, *tokens[11:]], max_tokens=1)
     engine.run()
-    assert engine.cached[again] == 12
+    assert engine.cached[again] == 8
     engine.assert_right()
 
 
@@ -475,18 +503,15 @@ def test_short_prompts_start_behind_several_long_ones() -> None:
 
 
 def test_a_request_that_does_not_fit_is_passed_by_small_ones_but_not_for_ever() -> None:
-    engine = Engine(num_blocks=16, block_size=4, max_model_len=64, max_num_seqs=4)
-    engine.add(prompt(20, seed=1), max_tokens=30, ignore_eos=True)
+    engine = Engine(num_blocks=32, block_size=4, max_model_len=128, max_num_seqs=4)
+    engine.add(prompt(20, seed=1), max_tokens=100, ignore_eos=True)
     engine.step()
-    large = engine.add(prompt(50, seed=2), max_tokens=10, ignore_eos=True)
+    large = engine.add(prompt(50, seed=2), max_tokens=60, ignore_eos=True)
     small = [engine.add(prompt(3, seed=i), max_tokens=1) for i in range(3, 3 + MAX_BYPASS * 3)]
-    for _ in range(8):
-        engine.step()
-    assert large not in engine.first_step
-    assert small[0] in engine.last
     while large not in engine.first_step:
         engine.step()
-    assert sum(id in engine.last for id in small) <= MAX_BYPASS + LOOKAHEAD
+    passed = sum(id in engine.last for id in small)
+    assert MAX_BYPASS <= passed < MAX_BYPASS + LOOKAHEAD
     engine.run()
     engine.assert_right()
 
@@ -535,15 +560,13 @@ def test_an_abort_frees_at_once_and_the_next_plan_releases_the_slot() -> None:
 # Case Q3 and preemption.
 
 
-def tight_engine() -> Engine:
-    return Engine(num_blocks=20, block_size=4, max_num_seqs=8)
+def tight_engine(hopeful: bool = False) -> Engine:
+    return Engine(num_blocks=20, block_size=4, max_num_seqs=8, hopeful=hopeful)
 
 
 def test_recomputing_after_preemption_is_no_hit() -> None:
-    engine = tight_engine()
+    engine = tight_engine(hopeful=True)
     for i in range(8):
-        # Stops make the estimate of outputs too low: they are expected at once.
-        engine.scheduler._estimate.ended(-8000)
         engine.add(
             [i % VOCAB, (i * i) % VOCAB, *prompt(9, seed=100 + i)], max_tokens=40, ignore_eos=False, min_tokens=40
         )
@@ -571,9 +594,24 @@ def test_preemption_is_rare_when_the_lengths_are_known() -> None:
     engine.assert_right()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_preemption_with_one_or_two_plans_in_flight(depth: int) -> None:
+    engine = Engine(num_blocks=8, block_size=4, max_num_seqs=6, hopeful=True)
+    for i in range(6):
+        engine.add(prompt(6, seed=i), max_tokens=20, min_tokens=15)
+    while engine.scheduler.has_work():
+        while len(engine.plans) + len(engine.results) < depth and engine.schedule() is not None:
+            pass
+        engine.execute()
+        engine.deliver()
+        engine.scheduler.check()
+    assert engine.scheduler.counters.preemptions > 0
+    engine.assert_idle()
+    engine.assert_right()
+
+
 def test_the_latest_arrival_is_preempted() -> None:
-    engine = Engine(num_blocks=6, block_size=4, max_model_len=64)
-    engine.scheduler._estimate.ended(-8000)
+    engine = Engine(num_blocks=6, block_size=4, max_model_len=64, hopeful=True)
     first = engine.add(prompt(8), max_tokens=16, min_tokens=16)
     second = engine.add(prompt(8, seed=1), max_tokens=12, min_tokens=12)
     engine.run()

@@ -372,15 +372,12 @@ class Scheduler:
         return Delta(seq.id, seq.attempt, seq.num_output - len(ids), ids, finish, stop_token, cached, message)
 
     def _unhold(self) -> None:
-        """Preempted sequences whose last token has come wait for admission."""
-        if self._held:
-            held, self._held = self._held, []
-            for seq in held:
-                if seq.last_step > self._done:
-                    self._held.append(seq)
-                elif not seq.finished:
-                    seq.total = len(seq.tokens)
-                    self._enqueue(seq)
+        """The results of all plans that had rows of a preempted sequence are in, as only the newer plan has none."""
+        for seq in self._held:
+            if not seq.finished:
+                seq.total = len(seq.tokens)
+                self._enqueue(seq)
+        self._held.clear()
 
     # What others want to know.
 
