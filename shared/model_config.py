@@ -122,7 +122,7 @@ class ModelConfig:
 
     @property
     def default_length(self) -> int:
-        """The context in tokens when none is asked for; with dynamic scaling the trained one, whose rope is the plain."""
+        """The context in tokens when none is asked for; with dynamic scaling the trained one."""
         dynamic = self.rope().values["rope_type"] == "dynamic"
         return self.integer("max_position_embeddings") if dynamic else self.max_position
 

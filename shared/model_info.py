@@ -54,7 +54,7 @@ def read_model_info(config: EngineConfig) -> ModelInfo:
 
 
 def max_model_len(model: ModelConfig, asked: int | None) -> int:
-    """Tokens of the longest context: `asked`, or the model's own. Raises StartupError for more than it takes, or none."""
+    """Tokens of the longest context: `asked`, or the model's own. Raises StartupError for more than that."""
     limit = model.max_position
     if asked is None:
         return model.default_length

@@ -90,7 +90,6 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
     [
         (None, 2048),
         ({"type": "linear", "factor": 2.0}, 4096),
-        ({"rope_type": "dynamic", "factor": 4.0}, 2048),
         ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
         ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1024}, 2048),
