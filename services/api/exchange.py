@@ -42,9 +42,10 @@ async def run_while_connected(
             assert idle is not None
             wait = await idle()
     finally:
-        task.cancel()
         gone.cancel()
-        await asyncio.wait({task, gone})
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
         if not task.cancelled():
             task.exception()  # retrieved, lest asyncio complains of it
 

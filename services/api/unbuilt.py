@@ -74,12 +74,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 _Fields = msgspec.defstruct("_Fields", [(name, Any, None) for name in NEUTRAL])
+_NONE = _Fields()
 _decoder = msgspec.json.Decoder(_Fields)
 
 
 def refuse_unbuilt(body: bytes) -> None:
     """Raises RequestError (code not_supported) for the first field that asks for what is not built."""
     fields = parse(_decoder, body)
+    if fields == _NONE:
+        return
     for name, neutral in NEUTRAL.items():
         value = getattr(fields, name)
         if value is not None and not _changes_nothing(value, neutral):
