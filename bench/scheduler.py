@@ -27,7 +27,7 @@ def measure(running: int, steps: int) -> tuple[float, float]:
         prompt = pack_ids([id, *range(PROMPT - 1)])
         params = SamplingParams(max_tokens=steps + 64, seed=id, ignore_eos=True)
         scheduler.add(Sequence(b"api%d" % (id % 2), Request(id, 0, prompt, params), 0.0, id))
-    while scheduler.waiting or any(seq.total < PROMPT + 2 for seq in scheduler.running):
+    while scheduler.num_waiting or any(seq.total < PROMPT + 2 for seq in scheduler.running):
         plan = scheduler.schedule(0.0)
         assert plan is not None
         scheduler.update(plan.step, [7] * sum(plan.samples))

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.scheduler.core import LOOKAHEAD, MAX_BYPASS, MAX_CRASHES, Scheduler
+from services.scheduler.admission import LOOKAHEAD, MAX_BYPASS
+from services.scheduler.core import MAX_CRASHES, Scheduler
 from services.scheduler.policy import PeakEstimate
 from services.scheduler.request import Sequence
 from shared.config import EngineConfig
@@ -57,7 +58,7 @@ class Engine:
     def start(self) -> None:
         self.scheduler = Scheduler(self.config, self.num_blocks, self.max_model_len, [EOS])
         if self.hopeful:
-            self.scheduler._estimate = Hopeful(self.config.block_size)
+            self.scheduler.admission.estimate = Hopeful(self.config.block_size)
         self.model = PagedModel(self.num_blocks, self.config.block_size, self.config.max_num_seqs)
         self.plans: deque[Plan] = deque()  # sent, not yet executed
         self.results: deque[tuple[int, list[int]]] = deque()  # executed, not yet applied
@@ -148,7 +149,7 @@ class Engine:
         assert not scheduler.has_work()
         assert scheduler.num_running == scheduler.num_waiting == 0
         assert scheduler.space.pool.num_referenced == 0
-        assert len(scheduler.waiting) == scheduler.waiting.tokens == 0
+        assert len(scheduler.admission.waiting) == scheduler.queued_tokens == 0
         scheduler.check()
 
     def assert_right(self, ids: Iterable[int] | None = None) -> None:
@@ -381,6 +382,28 @@ def test_a_salt_keeps_caches_apart() -> None:
         engine.add(prompt(20), salt=salt)
         engine.run()
     assert list(engine.cached.values()) == [0, 0, 0, 19, 19]
+    engine.assert_right()
+
+
+@pytest.mark.parametrize("budget", [2048, 256, 64])
+def test_a_burst_with_one_beginning_computes_it_once(budget: int) -> None:
+    engine = Engine(num_blocks=600, block_size=16, max_model_len=1200, max_num_batched_tokens=budget)
+    shared = prompt(1000, seed=1)
+    for i in range(16):
+        engine.add([*shared, *prompt(50, seed=10 + i)], max_tokens=4, ignore_eos=True)
+    engine.run()
+    assert engine.scheduler.counters.step_tokens < 1000 + 16 * (50 + 4) + 16 * 16
+    engine.assert_right()
+
+
+def test_equal_prompts_shorter_than_a_block_start_at_once() -> None:
+    engine = Engine(block_size=16)
+    for _ in range(5):
+        engine.add(prompt(10))
+    plan = engine.schedule()
+    assert plan is not None
+    assert plan.counts == [10] * 5
+    engine.run()
     engine.assert_right()
 
 

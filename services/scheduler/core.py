@@ -15,10 +15,11 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 
+from services.scheduler.admission import Admission, shareable_leader
 from services.scheduler.block_space import BlockSpaceManager
 from services.scheduler.counters import Counters
 from services.scheduler.limits import Limits
-from services.scheduler.policy import POLICIES, PeakEstimate, WaitingQueue, share_budget, share_leftover
+from services.scheduler.policy import POLICIES, share_budget, share_leftover
 from services.scheduler.prefix_cache import Match
 from services.scheduler.request import FINISH_REASONS, Key, Sequence, Status
 from services.scheduler.step import NO_BLOCKS, NONSENSE, NOT_SAMPLED, Step
@@ -30,8 +31,6 @@ Deltas = dict[bytes, list[Delta]]  # by api process
 RUNNING = Status.RUNNING
 MAX_IN_FLIGHT = 2  # plans
 MAX_CRASHES = 3
-LOOKAHEAD = 8  # waiting sequences tried when the first does not fit
-MAX_BYPASS = 64  # later arrivals admitted before one that does not fit
 
 
 class Scheduler:
@@ -63,14 +62,12 @@ class Scheduler:
         self.max_running = min(config.max_num_seqs, self.budget)
         self.requests: dict[Key, Sequence] = {}
         self.running: list[Sequence] = []  # by order of arrival; ended ones are dropped before the next plan
-        self.waiting = WaitingQueue(POLICIES[config.scheduling_policy])
-        self._estimate = PeakEstimate(config.block_size)
+        self.admission = Admission(self.space, POLICIES[config.scheduling_policy], whole_prompts=not self.chunked)
         self._slots = list(range(self.max_running - 1, -1, -1))
         self._release: list[int] = []
         self._in_flight: deque[Step] = deque()
         self._held: list[Sequence] = []  # preempted, with results still to come
         self._stale = False  # `running` holds ended sequences
-        self._blocked = False  # nobody that waits fits, until somebody comes or leaves
         self._step = 0
         self._done = 0  # the last step whose result is known
 
@@ -93,7 +90,7 @@ class Scheduler:
         if leader is not None and leader is not seq and not leader.shareable and leader.status != Status.PREEMPTED:
             leader.forks.append(seq)
         else:
-            self._enqueue(seq)
+            self.admission.enqueue(seq)
         return None
 
     def abort(self, key: Key) -> bool:
@@ -126,14 +123,14 @@ class Scheduler:
                 deltas.setdefault(seq.peer, []).append(self._delta(seq, [], message=message))
         self.requests.clear()
         self.running.clear()
-        self.waiting.drain()
+        self.admission.waiting.drain()
         self._held.clear()
         self._in_flight.clear()
         return back, deltas
 
     def withdraw_waiting(self) -> list[Sequence]:
         """Gives back the sequences that hold nothing here, in order, except forks that wait for a running leader."""
-        back = self.waiting.drain()
+        back = self.admission.waiting.drain()
         for seq in list(back):
             back += [fork for fork in seq.forks if not fork.finished]
             seq.forks.clear()
@@ -141,15 +138,11 @@ class Scheduler:
             del self.requests[seq.key]
         return sorted(back, key=lambda seq: seq.order)
 
-    def _enqueue(self, seq: Sequence) -> None:
-        self.waiting.push(seq)
-        self._blocked = False
-
     def _release_forks(self, seq: Sequence) -> None:
         """Siblings need not wait for this one's prompt any more."""
         for fork in seq.forks:
             if not fork.finished:
-                self._enqueue(fork)
+                self.admission.enqueue(fork)
         seq.forks.clear()
 
     def _vacate(self, seq: Sequence) -> None:
@@ -163,12 +156,10 @@ class Scheduler:
         if seq.status == Status.RUNNING:
             self._vacate(seq)
             self._stale = True
-        else:
-            self.waiting.discard(seq)
         seq.status = status
         del self.requests[seq.key]
         self._release_forks(seq)
-        self._blocked = False
+        self.admission.changed(seq)
 
     def _preempt(self, seq: Sequence) -> None:
         """Takes a running sequence off; it is recomputed later. What it published stays cached while there is room."""
@@ -179,7 +170,7 @@ class Scheduler:
         if seq.last_step > self._done:
             self._held.append(seq)  # its tokens in flight must be known before it can be admitted anew
         else:
-            self._enqueue(seq)
+            self.admission.enqueue(seq)
 
     # A step.
 
@@ -244,56 +235,29 @@ class Scheduler:
         return True
 
     def _admit(self, step: Step, budget: int) -> int:
-        """Gives waiting sequences a slot while slots, blocks and budget last; returns the budget left.
-
-        When one does not fit, a few behind it are tried, so that it does not hold up the small ones; it is passed a
-        bounded number of times only, so that it does not wait for ever.
-        """
-        if self._blocked or not self.waiting or not self._slots or budget <= 0:
+        """Gives waiting sequences a slot while slots, blocks and budget last; returns the budget left."""
+        if budget <= 0 or not self._slots or not self.admission.begin(self.running):
             return budget
-        self._estimate.begin(self.running)
-        passed: list[Sequence] = []
-        while budget > 0 and self._slots and len(passed) < LOOKAHEAD and (seq := self.waiting.pop()) is not None:
-            match = self.space.match(seq, self._leader(seq))
-            count = seq.total - match.matched
-            if not self.chunked and count > budget and step.admit:
-                self.waiting.push(seq)  # whole prompts only: the next step takes it
-                budget = 0
-            elif self._fits(seq, match):
-                budget -= self._start(step, seq, match, budget)
-                for other in passed:
-                    other.bypassed += 1
-            else:
-                passed.append(seq)
-                if seq.bypassed >= MAX_BYPASS:
-                    break
-        self._blocked = bool(passed) and budget > 0 and bool(self._slots)
-        for seq in passed:
-            self.waiting.push(seq)
+        while budget > 0 and self._slots:
+            found = self.admission.choose(self.requests, budget)
+            if found is None:
+                break
+            budget -= self._start(step, *found, budget)
+        self.admission.end(tried_all=budget > 0 and bool(self._slots))
         return budget
-
-    def _fits(self, seq: Sequence, match: Match) -> bool:
-        """Whether there are blocks for its tokens now, and probably for those that it and the others will grow by."""
-        room = self.space.room_after(seq, match)
-        return room >= 0 and (not self.running or self._estimate.fits(seq, room))
 
     def _start(self, step: Step, seq: Sequence, match: Match, budget: int) -> int:
         """Gives slot and blocks and adds the first row. Returns the tokens of the row."""
         copies = self.space.allocate(seq, match)
-        self.counters.admitted(seq, self._leader(seq), self.config.enable_prefix_caching)
+        self.counters.admitted(seq, shareable_leader(self.requests, seq), self.config.enable_prefix_caching)
         seq.slot = self._slots.pop()
-        seq.status = Status.RUNNING
+        seq.status = RUNNING
         insort(self.running, seq, key=lambda seq: seq.order)
-        self._estimate.add(seq)
         count = seq.total - seq.scheduled
         count = min(count, budget) if self.chunked else count
         step.admitted(seq, copies, count)
+        self.admission.started(seq)
         return count
-
-    def _leader(self, seq: Sequence) -> Sequence | None:
-        """The sample that this one is a fork of, if its prompt is computed and still there."""
-        leader = self.requests.get(seq.fork_key) if seq.fork_key else None
-        return leader if leader is not None and leader.shareable else None
 
     def _send(self, step: Step) -> Plan:
         self._step = step.number
@@ -354,7 +318,7 @@ class Scheduler:
             seq.event_at = min(seq.publish_at, seq.max_len - 1)
         status = self.limits.end_of(seq)
         if status is not None:
-            self._estimate.ended(seq.num_output)
+            self.admission.estimate.ended(seq.num_output)
             self._finish(seq, status)
         return self._delta(seq, [token])
 
@@ -376,7 +340,7 @@ class Scheduler:
         for seq in self._held:
             if not seq.finished:
                 seq.total = len(seq.tokens)
-                self._enqueue(seq)
+                self.admission.enqueue(seq)
         self._held.clear()
 
     # What others want to know.
@@ -387,6 +351,11 @@ class Scheduler:
     def cached_tokens(self, seq: Sequence) -> int:
         """Tokens of the sequence that this group's prefix cache holds."""
         return self.space.match(seq, None).matched
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of the sequences that wait for admission."""
+        return self.admission.waiting.tokens
 
     @property
     def num_running(self) -> int:
@@ -421,5 +390,9 @@ class Scheduler:
             assert len(seq.tokens) < seq.max_len
             assert seq.status != Status.RUNNING or seq.capacity >= min(seq.scheduled, len(seq.tokens))
             assert seq.status == Status.RUNNING or (not seq.blocks and seq.slot < 0 and not seq.shareable)
-        waiting = set(self.waiting) | set(self._held) | {fork for seq in self.requests.values() for fork in seq.forks}
+        waiting = (
+            set(self.admission.waiting)
+            | set(self._held)
+            | {fork for seq in self.requests.values() for fork in seq.forks}
+        )
         assert {seq for seq in waiting if not seq.finished} == set(self.requests.values()) - set(running)

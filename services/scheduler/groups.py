@@ -219,6 +219,6 @@ def placement_cost(scheduler: Scheduler, seq: Sequence) -> int:
     return (
         len(seq.tokens)
         - scheduler.cached_tokens(seq)
-        + scheduler.waiting.tokens
+        + scheduler.queued_tokens
         + REQUEST_COST * len(scheduler.requests)
     )
