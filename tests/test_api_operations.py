@@ -12,10 +12,16 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from services.api.chat import ChatRequest
+from services.api.completions import CompletionRequest
 from services.api.metrics import ALIASES
+from services.api.unbuilt import NEUTRAL
+from shared.api_config import ApiConfig
+from shared.config import EngineConfig
 from tests.api_server import LONGEST, NAME, ApiServer, api_server, byte_ids, message
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+DOCUMENT = Path(__file__).parent.parent / "docs" / "api.md"
 LABELS = f'{{engine="0",model_name="{NAME}"}}'
 
 
@@ -93,7 +99,16 @@ async def test_tokenize_and_detokenize(api: ApiServer, prefix: str) -> None:
 
 @pytest.mark.parametrize(
     ("given", "kept"),
-    [(b"abc-123", True), (b"x" * 128, True), (b"x" * 129, False), (b"", False), (b"a b", False), (b"\xc3\xa4", False)],
+    [
+        (b"abc-123", True),
+        (b"x" * 128, True),
+        (b"x" * 129, False),
+        (b"x" * 1_000_000, False),
+        (b"", False),
+        (b"a b", False),
+        (b"\xc3\xa4", False),
+    ],
+    ids=lambda value: str(value)[:12],
 )
 async def test_request_ids(api: ApiServer, given: bytes, kept: bool) -> None:
     for path in ("/health", "/nothing"):
@@ -103,6 +118,14 @@ async def test_request_ids(api: ApiServer, given: bytes, kept: bool) -> None:
             assert answered == given.decode()
         else:
             assert re.fullmatch(r"[0-9a-f]{32}", answered)
+
+
+async def test_every_field_and_flag_is_documented() -> None:
+    text = DOCUMENT.read_text()
+    fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *NEUTRAL}
+    assert [name for name in sorted(fields) if f"`{name}`" not in text] == []
+    named = {word.replace("-", "_") for word in re.findall(r"`--([a-z-]+)", text)}
+    assert named <= {*ApiConfig.__struct_fields__, *EngineConfig.__struct_fields__}
 
 
 REQUIRED = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import logging
 import signal
@@ -99,6 +100,7 @@ async def serve(scheduler: str, config: ApiConfig, listener: socket.socket) -> N
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     await engine.start()
+    gc.freeze()  # what has been imported is here to stay: no collection need look at it
     try:
         host, port = listener.getsockname()[:2]
         log.info("listening on %s:%s", host, port)
