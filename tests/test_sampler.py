@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from services.worker.sampler import INVALID, Row, locate, nucleus, sample, uniform
+from services.worker.sampler import INVALID, Row, first_above, locate, nucleus, sample, uniform
 from shared.sampling import SamplingParams
 
 MARGIN = 1e-6  # no share of a drawn case lies this close to a limit, so float32 and float64 must agree
@@ -93,6 +93,11 @@ def test_nucleus_takes_equals_by_their_ids() -> None:
 def test_locate_never_lands_on_a_token_without_weight(weights: list[float], share: float) -> None:
     w = np.array([*weights, 0.5, *[0.0] * 300], np.float32)
     assert w[locate(w, share)] > 0
+
+
+def test_rounding_ends_at_the_last_token_with_weight() -> None:
+    running = np.array([0.25, 1.0, 1.0, 1.0])
+    assert [first_above(running, target) for target in (0.0, 0.25, 0.9, 1.0, 1.1)] == [0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-8, 1e-4])

@@ -115,14 +115,14 @@ def locate(weights: Floats, share: float) -> int:
     """
     sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), SUM_BLOCK), dtype=np.float64))
     target = share * float(sums[-1])
-    block = _passes(sums, target)
+    block = first_above(sums, target)
     before = float(sums[block - 1]) if block else 0.0
     first = block * SUM_BLOCK
     running = np.cumsum(weights[first : first + SUM_BLOCK], dtype=np.float64)
-    return first + _passes(running, target - before)
+    return first + first_above(running, target - before)
 
 
-def _passes(running: NDArray[np.float64], target: float) -> int:
+def first_above(running: NDArray[np.float64], target: float) -> int:
     """The first index above `target`; where rounding leaves none, the last that adds weight."""
     index = np.searchsorted(running, target, side="right")
     return int(min(index, np.searchsorted(running, running[-1])))
