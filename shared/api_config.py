@@ -33,9 +33,9 @@ class ApiConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
     stall_seconds: Annotated[
         float, option("API", "/health turns 503 when a worker group owes a step's result this long", gt=0)
     ] = 30.0
-    shutdown_timeout: Annotated[
-        float, option("API", "seconds that running requests may go on after SIGTERM", ge=0)
-    ] = 10.0
-    trust_request_chat_template: Annotated[
-        bool, option("API", "let requests bring a chat_template of their own")
-    ] = False
+    shutdown_timeout: Annotated[float, option("API", "seconds that running requests may go on after SIGTERM", ge=0)] = (
+        10.0
+    )
+    trust_request_chat_template: Annotated[bool, option("API", "let requests bring a chat_template of their own")] = (
+        False
+    )
