@@ -13,7 +13,11 @@ RUN useradd --create-home --uid 1000 pagebus && mkdir -p /home/pagebus/.cache/hu
 FROM python AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ cmake ninja-build python3-dev \
     && rm -rf /var/lib/apt/lists/*
-COPY . /src
+COPY pyproject.toml CMakeLists.txt README.md LICENSE /src/
+COPY csrc /src/csrc
+COPY shared /src/shared
+COPY services /src/services
+COPY pagebus /src/pagebus
 RUN pip wheel --no-deps --wheel-dir /dist /src
 
 FROM python AS package
