@@ -19,7 +19,7 @@ from enum import Enum, auto
 
 import msgspec
 
-from shared.messages import Delta, Request, pack_ids
+from shared.messages import MID_TEXT, Delta, Request, pack_ids
 from shared.sampling import SEED_MASK, SamplingParams
 
 
@@ -71,7 +71,7 @@ class Entry:
         self.message = ""
         self.cached = -1  # prompt tokens that the first attempt read from the prefix cache
         self.decoded = 0  # output ids taken for decoding
-        self.state = b""  # the tokenizer's, after the ids it has answered
+        self.state = MID_TEXT  # the tokenizer's, after the ids it has answered
 
     def accept(self, delta: Delta) -> Verdict:
         """Takes what is new in a delta."""
@@ -103,7 +103,7 @@ class Entry:
         text_end = max(len(self.output) - silent, start)
         end = min(text_end, boundary) if start < boundary else text_end
         final = self.finish != "" and end == text_end
-        if end == start and not (final and self.state):
+        if end == start and not (final and self.state != MID_TEXT):
             return None
         self.decoded = end
         return self.output[start:end].tolist(), final

@@ -120,8 +120,15 @@ class Encoded(Message):
     strings: list[list[str]] = []
 
 
+MID_TEXT = b"\0"  # the decode state of a text whose beginning is elsewhere, such as the output after a prompt
+
+
 class DecodeItem(Part):
-    """One sequence's new ids. `state` is what the tokenizer handed back for the ids before them (b"" at first)."""
+    """One sequence's new ids. `state` is what the tokenizer handed back for the ids before them.
+
+    At first it is b"" where the ids begin a text, and MID_TEXT where they continue one: the space that sentencepiece
+    puts before a text's first word is then kept.
+    """
 
     state: bytes
     ids: list[int]

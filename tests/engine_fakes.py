@@ -20,6 +20,7 @@ from shared.addresses import front
 from shared.bus import Link, RouterLink, Waiter
 from shared.config import EngineConfig
 from shared.messages import (
+    MID_TEXT,
     Abort,
     CallFailed,
     Decode,
@@ -173,8 +174,8 @@ class FakeTokenizer(FakePeer):
 def decode_item(item: DecodeItem) -> DecodedItem:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     plain = bytes(i for i in item.ids if i < 256)
-    text = decoder.decode(item.state + plain, item.final)
-    return DecodedItem(text, decoder.getstate()[0])
+    text = decoder.decode(item.state.removeprefix(MID_TEXT) + plain, item.final)
+    return DecodedItem(text, decoder.getstate()[0] or MID_TEXT)
 
 
 @dataclass

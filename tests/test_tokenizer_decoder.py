@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from services.tokenizer.decoder import MID_TEXT, ByteDecoder, Decoder, UnknownIdError, WindowDecoder, decoder_of
+from services.tokenizer.decoder import ByteDecoder, Decoder, UnknownIdError, WindowDecoder, decoder_of
 from services.tokenizer.loading import load
-from shared.messages import DecodeItem
+from shared.messages import MID_TEXT, DecodeItem
 from tests.model_factory import smollm2, tiny_tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -5,8 +5,7 @@ A state is b"" at the start of a text, and after that:
     ByteDecoder     b"\\0", or the 1 to 3 bytes that may still become a character (they never begin with 0)
     WindowDecoder   b"\\1", the number of context ids as one byte, context ids and held ids packed as int32
 
-`MID_TEXT`, with nothing held and no context, continues a text whose beginning is elsewhere: the space that
-sentencepiece puts before a text's first word is then kept.
+`MID_TEXT` has nothing held and no context.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from codecs import utf_8_decode
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from shared.messages import DecodedItem, DecodeItem, pack_ids, unpack_ids
+from shared.messages import MID_TEXT, DecodedItem, DecodeItem, pack_ids, unpack_ids
 
-MID_TEXT = b"\0"
 REPLACEMENT = "\ufffd"
 CONTEXT_IDS = 4  # ids of the text before that a window keeps, if they have text
 MAX_CONTEXT_IDS = 64
