@@ -15,6 +15,7 @@ from services.worker.spec import DecoderSpec, RopeSpec
 from shared.errors import StartupError
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+WIDENED_ELEMENTS = 1 << 20
 QUERY_TILE = 256  # rows of a prefill chunk that attend at once; bounds the mask to QUERY_TILE x context
 
 
@@ -28,10 +29,11 @@ class AttentionTile:
 
 
 class ReferenceExecutor:
-    """Implements `Executor`. Linear layers run over all rows of a step; norms, rotations and softmax in float32.
+    """Implements `Executor`. Linear layers run over all rows of a step.
 
-    `dtype` is that of weights, activations and KV cache: "float32", "bfloat16" or "float16". Raises StartupError for an
-    activation it does not know and for missing weights.
+    `dtype` is that of weights and KV cache: "float32", "bfloat16" or "float16"; activations, sums and logits are
+    float32, so that how a step is put together moves no more than the last bits. Raises StartupError for an activation
+    it does not know and for missing weights.
     """
 
     backend = "reference"
@@ -82,7 +84,7 @@ class ReferenceExecutor:
     def forward(self, batch: StepBatch) -> Tensor:
         """Runs one step; returns the logits of `batch.logit_rows`, float32 [R, vocab]."""
         spec, weights = self.spec, self._weights
-        x = F.embedding(self._on_device(batch.tokens), weights["embed.weight"])  # [T, hidden]
+        x = F.embedding(self._on_device(batch.tokens), weights["embed.weight"]).float()  # [T, hidden]
         cos, sin = rotations(spec.rope, self._on_device(batch.positions))
         slots = self._on_device(new_slots(batch, self.block_size))
         tiles = {window: list(self._tiles(batch, window)) for window in set(spec.windows)}
@@ -92,7 +94,7 @@ class ReferenceExecutor:
             x = x + self._mlp(i, self._norm(x, f"layers.{i}.mlp_norm"))
         last = self._norm(x[self._on_device(batch.logit_rows)], "final_norm")  # [R, hidden]
         head = weights["embed.weight" if spec.tie_embeddings else "lm_head.weight"]
-        return F.linear(last, head).float()
+        return linear(last, head)
 
     def _attention(
         self, i: int, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, tiles: list[AttentionTile]
@@ -105,12 +107,12 @@ class ReferenceExecutor:
         if spec.qk_norm:
             q = self._norm(q, f"layers.{i}.q_norm")
             k = self._norm(k, f"layers.{i}.k_norm")
-        self._keys[i][slots] = rotate(k, cos, sin)
-        self._values[i][slots] = v
+        self._keys[i][slots] = rotate(k, cos, sin).to(self.dtype)
+        self._values[i][slots] = v.to(self.dtype)
         q = rotate(q, cos, sin)  # [T, heads, head_dim]
         out = torch.empty_like(q)
         for tile in tiles:
-            k, v = self._keys[i][tile.slots], self._values[i][tile.slots]
+            k, v = self._keys[i][tile.slots].float(), self._values[i][tile.slots].float()
             out[tile.rows] = attend(q[tile.rows], k, v, tile.mask, spec)
         return self._linear(out.flatten(-2), f"layers.{i}.o")
 
@@ -119,13 +121,11 @@ class ReferenceExecutor:
         return self._linear(gate * self._linear(x, f"layers.{i}.up"), f"layers.{i}.down")
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+        return linear(x, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         """RMSNorm (arXiv 1910.07467) over the last dimension."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.spec.norm_eps)
-        return self._weights[f"{name}.weight"] * wide.to(x.dtype)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.spec.norm_eps) * self._weights[f"{name}.weight"]
 
     def _on_device(self, array: Ints) -> Tensor:
         return torch.from_numpy(array).to(self.device, torch.int64)
@@ -170,7 +170,7 @@ class ReferenceExecutor:
         return AttentionTile(
             rows=torch.from_numpy(rows).to(self.device, torch.int64),
             slots=torch.from_numpy(slots).to(self.device),
-            mask=torch.from_numpy(mask).to(self.device, self.dtype),
+            mask=torch.from_numpy(mask).to(self.device),
         )
 
 
@@ -179,6 +179,15 @@ def new_slots(batch: StepBatch, block_size: int) -> Ints:
     sequence = np.repeat(np.arange(len(batch.context_lens)), np.diff(batch.query_start))
     blocks = batch.block_tables[sequence, batch.positions // block_size].astype(np.int64)
     return blocks * block_size + batch.positions % block_size
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias in float32. Weights of another type are widened piece by piece, to keep the copies small."""
+    if weight.dtype == torch.float32:
+        return F.linear(x, weight, bias)
+    rows = max(1, WIDENED_ELEMENTS // weight.shape[1])
+    out = torch.cat([F.linear(x, part.float()) for part in weight.split(rows)], dim=-1)
+    return out if bias is None else out + bias
 
 
 def rotations(rope: RopeSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,10 +201,10 @@ def rotations(rope: RopeSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns the first rope.dim elements of each head; pairs are (i, i + dim / 2). x: [T, heads, head_dim]."""
     dim = cos.shape[-1]
-    turned = x[..., :dim].float()
+    turned = x[..., :dim]
     a, b = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-b, a), dim=-1) * sin
-    return torch.cat((turned.to(x.dtype), x[..., dim:]), dim=-1)
+    return torch.cat((turned, x[..., dim:]), dim=-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: DecoderSpec) -> Tensor:
