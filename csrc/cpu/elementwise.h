@@ -88,17 +88,9 @@ float probe_fma(int64_t iterations) {
   V acc[6];
   for (int v = 0; v < 6; ++v) acc[v] = set1(float(v));
   const V a = set1(0.5f), b = set1(0.25f);
-  for (int64_t i = 0; i < iterations; ++i) {
+  for (int64_t i = 0; i < iterations; ++i)
 #pragma GCC unroll 6
-    for (int v = 0; v < 6; ++v) {
-      acc[v] = fma(a, acc[v], b);
-#ifdef __AVX512F__
-      asm volatile("" : "+v"(acc[v].x));
-#else
-      asm volatile("" : "+x"(acc[v].lo), "+x"(acc[v].hi));
-#endif
-    }
-  }
+    for (int v = 0; v < 6; ++v) acc[v] = fma(a, acc[v], b);
   V all = acc[0];
   for (int v = 1; v < 6; ++v) all = max(all, acc[v]);
   return reduce_max(all);

@@ -51,7 +51,7 @@ PAGEBUS_INLINE void multiply(int64_t k, const float* a, int64_t lda, const typen
     for (int r = 0; r < R; ++r) {
       const V x = set1(a[r * lda]);
 #pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) acc[r][v] = fma(x, w[v], acc[r][v]);
+      for (int v = 0; v < NV; ++v) accumulate(acc[r][v], x, w[v]);
     }
     if constexpr (B::depth == 2) {
 #pragma GCC unroll 8
@@ -60,7 +60,7 @@ PAGEBUS_INLINE void multiply(int64_t k, const float* a, int64_t lda, const typen
       for (int r = 0; r < R; ++r) {
         const V x = set1(a[r * lda + 1]);
 #pragma GCC unroll 8
-        for (int v = 0; v < NV; ++v) acc[r][v] = fma(x, w[v], acc[r][v]);
+        for (int v = 0; v < NV; ++v) accumulate(acc[r][v], x, w[v]);
       }
     }
     a += B::depth;
@@ -73,7 +73,7 @@ PAGEBUS_INLINE void multiply(int64_t k, const float* a, int64_t lda, const typen
   if (B::depth == 2 && k % 2) {
     for (int v = 0; v < NV; ++v) {
       const V w = B::first(p[v]);
-      for (int r = 0; r < R; ++r) acc[r][v] = fma(set1(a[r * lda]), w, acc[r][v]);
+      for (int r = 0; r < R; ++r) accumulate(acc[r][v], set1(a[r * lda]), w);
     }
   }
 }
@@ -86,7 +86,7 @@ constexpr int kBlockRows = 12, kWide = 2;
 #else
 constexpr int kBlockRows = 6, kWide = 1;
 #endif
-constexpr int kThinRows = 3;       // up to these, several panels at once instead of many rows
+constexpr int kThinRows = 2;       // up to these, several panels at once instead of many rows
 constexpr int kDepthBlock = 1024;  // k per pass: keeps a panel's share in the first-level cache
 
 // Calls f with R = rows as a constant, 1 <= rows <= Max.
@@ -154,7 +154,7 @@ void thin_panels(const GemmArgs& g, int64_t row, int64_t& panel, int64_t end) {
     for (auto& line : acc)
       for (V& x : line) x = zero();
     multiply<B, R, NV>(g.w->k, g.x + row * g.ldx, g.ldx, b, kPanel * B::depth, 0, acc);
-    float sums[(NV > 1 ? NV : 2) * kPanel];  // a gated matrix has no lone panel
+    float sums[(NV > 1 ? NV : 2) * kPanel] = {};  // a gated matrix has no lone panel
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < NV; ++v) store(sums + v * kPanel, acc[r][v]);
       finish_row(g, row + r, panel, NV, sums);

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -127,25 +128,23 @@ class Ops {
     engine_.kernels().silu_mul(gate.data(), up.data(), y.data(), int64_t(y.shape(0)));
   }
 
-  double read_bandwidth(FloatTable data) {
+  // Reads all of an array; returns the bytes.
+  int64_t probe_read(FloatTable data) {
     const int64_t n = int64_t(data.size()), chunk = 1 << 16;
     const nb::gil_scoped_release release;
-    const auto start = std::chrono::steady_clock::now();
     engine_.pool().run(n / chunk, [&](int64_t i, int thread) {
       engine_.scratch(thread)[0] = engine_.kernels().probe_read(data.data() + i * chunk, chunk);
     });
-    return double(n / chunk * chunk * 4) /
-           std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return n / chunk * chunk * 4;
   }
 
-  double fma_peak(int64_t iterations) {
+  // Multiply-adds that depend on nothing but registers; returns the floating-point operations.
+  int64_t probe_fma(int64_t iterations) {
     const int64_t chunks = int64_t(engine_.pool().threads()) * 8;
     const nb::gil_scoped_release release;
-    const auto start = std::chrono::steady_clock::now();
     engine_.pool().run(
         chunks, [&](int64_t, int thread) { engine_.scratch(thread)[0] = engine_.kernels().probe_fma(iterations); });
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    return double(chunks * iterations) * kProbeFlops / seconds;
+    return chunks * iterations * kProbeFlops;
   }
 
   Engine& engine() { return engine_; }
@@ -275,24 +274,25 @@ NB_MODULE(_cpu, m) {
             step(self, tokens, positions, query_start, context_lens, block_tables, logit_rows, logits,
                  self.vocab_size());
           },
-          "tokens"_a, "positions"_a, "query_start"_a, "context_lens"_a, "block_tables"_a, "logit_rows"_a, "logits"_a);
+          nb::arg("tokens").noconvert(), nb::arg("positions").noconvert(), nb::arg("query_start").noconvert(),
+          nb::arg("context_lens").noconvert(), nb::arg("block_tables").noconvert(), nb::arg("logit_rows").noconvert(),
+          nb::arg("logits").noconvert());
 
   nb::class_<Matrix>(m, "Matrix").def_prop_ro("bytes", [](const Matrix& w) { return packed_bytes(w.packed); });
   nb::class_<Ops>(m, "Ops", "The single kernels, for tests and benchmarks.")
       .def(nb::init<const std::string&, int>(), "isa"_a, "threads"_a)
       .def_prop_ro("isa", &Ops::isa)
       .def("pack", &Ops::pack, "weight"_a, "source"_a, "dtype"_a, "gated"_a = false, "bias"_a = nb::none())
-      .def("gemm", &Ops::gemm, "w"_a, "x"_a, "y"_a, "accumulate"_a = false)
-      .def("rms_norm", &Ops::rms_norm, "x"_a, "weight"_a, "y"_a, "eps"_a)
-      .def("silu_mul", &Ops::silu_mul, "gate"_a, "up"_a, "y"_a)
-      .def("read_bandwidth", &Ops::read_bandwidth, "data"_a, "Bytes per second of one pass over an array.")
-      .def("fma_peak", &Ops::fma_peak, "iterations"_a,
-           "Floating-point operations per second of independent multiply-adds.");
+      .def("gemm", &Ops::gemm, "w"_a, "x"_a, nb::arg("y").noconvert(), "accumulate"_a = false)
+      .def("rms_norm", &Ops::rms_norm, "x"_a, "weight"_a, nb::arg("y").noconvert(), "eps"_a)
+      .def("silu_mul", &Ops::silu_mul, "gate"_a, "up"_a, nb::arg("y").noconvert())
+      .def("probe_read", &Ops::probe_read, "data"_a, "Reads an array; returns its bytes.")
+      .def("probe_fma", &Ops::probe_fma, "iterations"_a, "Runs multiply-adds; returns the operations.");
   nb::class_<AttentionLayer>(m, "AttentionLayer", "Rope, KV write and paged attention of one layer.")
       .def(nb::init<Ops&, const std::string&, int, int, int, int, int64_t, int, std::vector<float>, float>(),
            nb::keep_alive<1, 2>(), "ops"_a, "dtype"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "block_size"_a,
            "blocks"_a, "window"_a, "inv_freq"_a, "factor"_a)
       .def("poison", &AttentionLayer::poison)
       .def("run", &AttentionLayer::run, "qkv"_a, "positions"_a, "query_start"_a, "context_lens"_a, "tables"_a,
-           "scale"_a, "out"_a);
+           "scale"_a, nb::arg("out").noconvert());
 }

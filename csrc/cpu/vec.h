@@ -33,6 +33,9 @@ PAGEBUS_INLINE V min(V a, V b) { return {_mm512_min_ps(a.x, b.x)}; }
 PAGEBUS_INLINE V max(V a, V b) { return {_mm512_max_ps(a.x, b.x)}; }
 PAGEBUS_INLINE V round(V a) { return {_mm512_roundscale_ps(a.x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 
+// acc += a * b.
+PAGEBUS_INLINE void accumulate(V& acc, V a, V b) { acc = fma(a, b, acc); }
+
 // 2^n for integral n in [-126, 127].
 PAGEBUS_INLINE V exp2_int(V n) {
   const __m512i i = _mm512_add_epi32(_mm512_cvtps_epi32(n.x), _mm512_set1_epi32(127));
@@ -105,6 +108,15 @@ PAGEBUS_INLINE V round(V a) {
           _mm256_round_ps(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
 
+// acc += a * b. As assembly: GCC would keep moving accumulators between registers, and spill one in the loops that need
+// all.
+PAGEBUS_INLINE void accumulate(V& acc, V a, V b) {
+  __m256 lo = acc.lo, hi = acc.hi;
+  asm("vfmadd231ps %2, %1, %0" : "+x"(lo) : "x"(a.lo), "x"(b.lo));
+  asm("vfmadd231ps %2, %1, %0" : "+x"(hi) : "x"(a.hi), "x"(b.hi));
+  acc = {lo, hi};
+}
+
 PAGEBUS_INLINE __m256 exp2_int8(__m256 n) {
   const __m256i i = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
   return _mm256_castsi256_ps(_mm256_slli_epi32(i, 23));
@@ -170,7 +182,7 @@ PAGEBUS_INLINE float reduce_max(V a) {
   return _mm_cvtss_f32(_mm_max_ss(x2, _mm_shuffle_ps(x2, x2, 1)));
 }
 
-// e^x to about 1e-7 relative (Cephes' expf polynomial); 0 below -87.3, finite above 88.3, NaN for NaN.
+// e^x to about 1e-7 relative (Cephes' expf polynomial); 0 below -87.3, infinite above 88.3, NaN for NaN.
 PAGEBUS_INLINE V exp(V x) {
   const V clamped = min(set1(88.3f), max(set1(-87.3f), x));
   const V n = round(mul(clamped, set1(1.44269504088896341f)));
@@ -183,7 +195,8 @@ PAGEBUS_INLINE V exp(V x) {
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(p, mul(r, r), add(r, set1(1.0f)));
-  return where_less(x, set1(-87.3f), zero(), mul(p, exp2_int(n)));
+  const V e = where_less(set1(88.3f), x, set1(__builtin_inff()), mul(p, exp2_int(n)));
+  return where_less(x, set1(-87.3f), zero(), e);
 }
 
 }  // namespace

@@ -33,7 +33,7 @@ def unavailable() -> str | None:
 class NativeExecutor:
     """Implements `Executor` over `csrc/cpu`.
 
-    `dtype` is that of weights and KV cache: "float32", "bfloat16" or "float16"; activations, accumulation and logits are
+    `dtype` is that of weights and KV cache: "float32", "bfloat16" or "float16"; activations, sums and logits are
     float32. A row's logits are the same bits whatever else the step holds, however the prompt was cut into chunks and
     whatever `threads` is. Raises StartupError for a spec it cannot run, and for missing or unknown weights.
     """
