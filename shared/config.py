@@ -76,6 +76,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
     enable_chunked_prefill: Annotated[
         bool, option("Scheduling", "split prompts over steps, so that running streams go on beside them")
     ] = True
+    max_step_ms: Annotated[
+        float,
+        option("Scheduling", "longest step while streams run, in ms: sizes prompt chunks; 0 sizes by tokens", ge=0),
+    ] = 100.0
     scheduling_policy: Annotated[Literal["fcfs"], option("Scheduling", "order of the waiting queue")] = "fcfs"
     max_waiting: Annotated[int, option("Scheduling", "requests waiting at most; more are refused with 503", ge=1)] = (
         4096

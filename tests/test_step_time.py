@@ -7,7 +7,12 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduler.core import Scheduler
+from services.scheduler.request import Sequence
 from services.scheduler.step_time import IDLE_FACTOR, MIN_CHUNK, StepTime
+from shared.config import EngineConfig
+from shared.messages import Request, pack_ids
+from shared.sampling import SamplingParams
 
 machines = st.tuples(st.floats(1e-4, 0.02), st.floats(1e-6, 5e-3), st.floats(0, 1e-7))
 
@@ -80,6 +85,35 @@ def test_long_decoding_does_not_make_it_forget_what_a_prefill_costs() -> None:
         model.observe(8, 8 * (100 + i), cost(machine, 8, 8 * (100 + i)))
     count = model.chunk(8, 8 * 5000, 0, 0.1, most=2048)
     assert 0.08 < cost(machine, 8 + count, 8 * 5000 + keys_of(count, 0)) < 0.12
+
+
+def test_a_long_prompt_does_not_stall_the_streams_beside_it() -> None:
+    machine, limit = (0.01, 1e-3, 1e-8), 0.1
+    config = EngineConfig(max_step_ms=1000 * limit, max_num_batched_tokens=2048)
+    scheduler = Scheduler(config, num_blocks=2000, max_model_len=8192, eos_token_ids=[])
+    for id in range(8):
+        scheduler.add(sequence(id, prompt=200, output=2000))
+    slowest = steps_of_prompt = 0.0
+    for number in range(400):
+        if number == 100:
+            scheduler.add(sequence(99, prompt=3000, output=1))
+        plan = scheduler.schedule(float(number))
+        assert plan is not None
+        keys = sum(s * c + c * (c + 1) // 2 for s, c in zip(plan.starts, plan.counts, strict=True))
+        seconds = cost(machine, sum(plan.counts), keys)
+        if number >= 100 and len(plan.slots) > 8:
+            slowest = max(slowest, seconds)
+            steps_of_prompt += 1
+        scheduler.update(plan.step, [7] * sum(plan.samples), seconds)
+    assert slowest < 1.2 * limit
+    assert 3000 / 85 <= steps_of_prompt <= 3000 / 60
+    assert scheduler.num_running == 8
+
+
+def sequence(id: int, prompt: int, output: int) -> Sequence:
+    ids = pack_ids(range(1000 * id, 1000 * id + prompt))
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=output, ignore_eos=True)
+    return Sequence(b"api", Request(id, 0, ids, params), 0.0, id)
 
 
 def test_a_constant_load_gives_no_nonsense() -> None:

@@ -23,6 +23,7 @@ from services.scheduler.policy import POLICIES, share_budget, share_leftover
 from services.scheduler.prefix_cache import Match
 from services.scheduler.request import FINISH_REASONS, Key, Sequence, Status
 from services.scheduler.step import NO_BLOCKS, NONSENSE, NOT_SAMPLED, Step
+from services.scheduler.step_time import StepTime
 from shared.config import EngineConfig
 from shared.messages import Delta, GroupStats, Plan
 
@@ -70,6 +71,8 @@ class Scheduler:
         self._stale = False  # `running` holds ended sequences
         self._step = 0
         self._done = 0  # the last step whose result is known
+        self._step_time = StepTime()
+        self._max_step = config.max_step_ms / 1000  # seconds; 0: any
 
     # Requests come and go.
 
@@ -181,14 +184,24 @@ class Scheduler:
         self._drop_ended()
         step = Step(self._step + 1, now)
         prefills = self._plan_decodes(step)
-        budget = self.budget - (len(step.rows) if self.chunked else 0)
-        chunks, budget = share_budget(prefills, budget)
+        chunks, budget = share_budget(prefills, self._prompt_budget(step, prefills))
         budget = self._admit(step, budget)
         for seq, chunk in share_leftover(chunks, budget):
             if chunk:
                 step.compute(seq, chunk)
         self.space.unpin()
         return self._send(step) if step.rows else None
+
+    def _prompt_budget(self, step: Step, prefills: list[Sequence]) -> int:
+        """Tokens of prompts that may go into the step, beside the decodes it has: as many as its time allows."""
+        if not self.chunked:
+            return self.budget
+        decodes = len(step.rows)
+        left = self.budget - decodes
+        if not self._max_step or not (prefills or self.admission.waiting):
+            return left
+        context = prefills[0].scheduled if prefills else 0
+        return self._step_time.chunk(decodes, step.keys(), context, self._max_step, left)
 
     def _drop_ended(self) -> None:
         if self._stale:
@@ -269,17 +282,20 @@ class Scheduler:
 
     # A result.
 
-    def update(self, step: int, tokens: list[int]) -> Deltas:
+    def update(self, step: int, tokens: list[int], seconds: float = 0.0) -> Deltas:
         """Applies the result of the oldest plan in flight, the only loop over the outputs of a step.
 
-        `tokens` holds one per sampled row, in order; -1 says that the row has no valid probabilities. Rows of ended
-        sequences are skipped. Raises ValueError when this is not the result that is due.
+        `seconds` is what the step took, 0 when unknown. `tokens` holds one per sampled row, in order; -1 says that the
+        row has no valid probabilities. Rows of ended sequences are skipped. Raises ValueError when this is not the
+        result that is due.
         """
         plan = self._in_flight[0] if self._in_flight else None
         if plan is None or plan.number != step or len(tokens) != sum(plan.samples):
             raise ValueError(f"{len(tokens)} tokens of step {step} are not the result that is due")
         self._in_flight.popleft()
         self._done = step
+        if seconds and self._max_step:
+            self._step_time.observe(sum(plan.counts), plan.keys(), seconds)
         deltas: Deltas = {}
         accepted = 0
         for seq, start, count, token in zip(plan.rows, plan.starts, plan.counts, plan.expand(tokens), strict=True):

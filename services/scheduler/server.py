@@ -214,7 +214,7 @@ class Server:
             return  # of a time gone by, or a rank whose answer is the same
         began = time.monotonic()
         try:
-            deltas = group.scheduler.update(result.step, result.tokens)
+            deltas = group.scheduler.update(result.step, result.tokens, result.seconds)
         except ValueError as error:
             log.warning("ignoring a result of %s: %s", self._roster.name(worker), error)
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import mul
+
 from services.scheduler.request import Sequence
 from shared.messages import Admit, Plan, pack_ids
 
@@ -53,6 +55,11 @@ class Step:
             return tokens
         results = iter(tokens)
         return [next(results) if sample else NOT_SAMPLED for sample in self.samples]
+
+    def keys(self) -> int:
+        """Keys that the rows attend to, in all: what attention costs."""
+        old: int = sum(map(mul, self.starts, self.counts))
+        return old + sum(count * (count + 1) // 2 if count > 1 else 1 for count in self.counts)
 
     def plan(self, epoch: int, release: list[int]) -> Plan:
         """The message to the workers."""
