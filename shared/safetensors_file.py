@@ -6,12 +6,15 @@ Format: https://huggingface.co/docs/safetensors (an 8-byte length, JSON, then th
 from __future__ import annotations
 
 import json
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shared.errors import StartupError
+
+FLOAT_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Entry:
 
     dtype: str  # as the format spells it: "F32", "BF16", ...
     shape: tuple[int, ...]
+    offset: int  # bytes, from the start of the file
     size: int  # bytes
 
 
@@ -32,18 +36,21 @@ def read_header(path: Path) -> dict[str, Entry]:
             if room < 0:
                 raise ValueError("it ends in the middle of its header")
             header = json.loads(file.read(length))
-        return {name: _entry(name, entry, room) for name, entry in header.items() if name != "__metadata__"}
+        return {name: _entry(name, entry, 8 + length, room) for name, entry in header.items() if name != "__metadata__"}
     except FileNotFoundError:
         raise StartupError(f"{path}: missing") from None
     except (OSError, struct.error, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise StartupError(f"{path}: corrupt or truncated safetensors file: {error}") from None
 
 
-def _entry(name: str, entry: dict[str, Any], room: int) -> Entry:
+def _entry(name: str, entry: dict[str, Any], start: int, room: int) -> Entry:
     begin, end = entry["data_offsets"]
     if not 0 <= begin <= end <= room:
         raise ValueError(f"tensor {name} lies outside the file")
-    return Entry(str(entry["dtype"]), tuple(int(size) for size in entry["shape"]), end - begin)
+    dtype, shape, size = str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), end - begin
+    if dtype in FLOAT_SIZES and math.prod(shape) * FLOAT_SIZES[dtype] != size:
+        raise ValueError(f"tensor {name} has {size} bytes, not those of shape {list(shape)} in {dtype}")
+    return Entry(dtype, shape, start + begin, size)
 
 
 def weight_files(folder: Path) -> list[Path]:

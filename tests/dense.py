@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from services.worker.spec import DecoderSpec, RopeSpec
@@ -34,19 +33,19 @@ def make_spec(**fields: object) -> DecoderSpec:
     return DecoderSpec(rope=RopeSpec(dim, inv_freq, factor), **base)  # type: ignore[arg-type]
 
 
-def make_weights(spec: DecoderSpec, seed: int = 0) -> dict[str, torch.Tensor]:
+def make_weights(spec: DecoderSpec, seed: int = 0) -> dict[str, NDArray[np.float32]]:
     """Random float32 weights; norms near 1, and large enough elsewhere that every part of the model shows."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = np.random.default_rng(seed)
     weights = {}
     for name, shape in spec.weight_shapes().items():
-        noise = torch.randn(shape, generator=generator)
+        noise = generator.standard_normal(shape, np.float32)
         weights[name] = 1 + 0.3 * noise if "norm" in name else noise * (0.3 if len(shape) == 1 else shape[-1] ** -0.5)
     return weights
 
 
-def dense_logits(spec: DecoderSpec, weights: dict[str, torch.Tensor], ids: list[int]) -> Array:
+def dense_logits(spec: DecoderSpec, weights: dict[str, NDArray[np.float32]], ids: list[int]) -> Array:
     """Logits after each of `ids`, [len(ids), vocab]."""
-    w = {name: weight.double().numpy() for name, weight in weights.items()}
+    w = {name: weight.astype(np.float64) for name, weight in weights.items()}
     x = w["embed.weight"][ids]
     for i, window in enumerate(spec.windows):
         layer = {name.removeprefix(f"layers.{i}."): v for name, v in w.items() if name.startswith(f"layers.{i}.")}

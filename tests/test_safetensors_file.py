@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from shared.errors import StartupError
-from shared.safetensors_file import Entry, read_header, weight_files
+from shared.safetensors_file import read_header, weight_files
 
 
 def raw(header: Any, data: bytes = b"") -> bytes:
@@ -21,13 +21,26 @@ def raw(header: Any, data: bytes = b"") -> bytes:
 
 
 def test_reads_what_the_library_wrote(tmp_path: Path) -> None:
-    tensors = {"a": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16), "c": torch.zeros(())}
-    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
-    assert read_header(tmp_path / "x.safetensors") == {
-        "a": Entry("F32", (3, 4), 48),
-        "b": Entry("BF16", (5,), 10),
-        "c": Entry("F32", (), 4),
+    def filled(shape: tuple[int, ...], dtype: torch.dtype, byte: str) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        tensor.reshape(-1).view(torch.uint8).fill_(ord(byte))
+        return tensor
+
+    tensors = {
+        "a": filled((3, 4), torch.float32, "a"),
+        "b": filled((5,), torch.bfloat16, "b"),
+        "c": filled((), torch.float32, "c"),
     }
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    found = read_header(tmp_path / "x.safetensors")
+    assert {name: (entry.dtype, entry.shape, entry.size) for name, entry in found.items()} == {
+        "a": ("F32", (3, 4), 48),
+        "b": ("BF16", (5,), 10),
+        "c": ("F32", (), 4),
+    }
+    data = (tmp_path / "x.safetensors").read_bytes()
+    for name, entry in found.items():
+        assert set(data[entry.offset : entry.offset + entry.size]) == {ord(name)}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +57,8 @@ def test_reads_what_the_library_wrote(tmp_path: Path) -> None:
         raw({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"123"),
         raw({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}, b"1234"),
         raw({"a": {"dtype": "F32", "shape": "x", "data_offsets": [0, 4]}}, b"1234"),
+        raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234"),
+        raw({"a": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 4]}}, b"1234"),
     ],
 )
 def test_damage_is_one_clear_error(data: bytes, tmp_path: Path) -> None:

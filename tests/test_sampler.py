@@ -6,12 +6,11 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from services.worker.sampler import INVALID, Row, first_above, locate, nucleus, sample, uniform
+from services.worker.sampler import INVALID, Floats, Row, first_above, locate, nucleus, sample, uniform
 from shared.sampling import SamplingParams
 
 MARGIN = 1e-6  # no share of a drawn case lies this close to a limit, so float32 and float64 must agree
@@ -21,8 +20,8 @@ def params(**fields: object) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, **fields})  # type: ignore[arg-type]
 
 
-def logits_of(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+def logits_of(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> Floats:
+    return np.random.default_rng(seed).standard_normal((rows, vocab), np.float32) * np.float32(scale)
 
 
 def naive_probabilities(logits: list[float], p: SamplingParams) -> tuple[NDArray[np.float64], float]:
@@ -59,7 +58,7 @@ def test_equals_the_naive_sampler(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int, index: int
 ) -> None:
     p = params(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    token = sample(torch.tensor([logits]), [Row(p, seed, index)])[0]
+    token = sample(np.array([logits], np.float32), [Row(p, seed, index)])[0]
     if top_k == 1:
         assert token == int(np.argmax(logits))
         return
@@ -115,11 +114,11 @@ def test_extremes_of_the_filters() -> None:
     for narrow in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1.1e-4}):
         assert sample(logits, [Row(params(**narrow), 8, 3)]) == [best]
     assert 0 <= sample(logits, [Row(params(temperature=100.0), 7, 3)])[0] < 1000
-    assert sample(torch.tensor([[1e38, -1e38, -3e38]]), [Row(params(temperature=1.1e-4), 1, 0)]) == [0]
+    assert sample(np.array([[1e38, -1e38, -3e38]], np.float32), [Row(params(temperature=1.1e-4), 1, 0)]) == [0]
 
 
 def test_ties_go_to_the_lowest_id() -> None:
-    logits = torch.zeros(1, 300)
+    logits = np.zeros((1, 300), np.float32)
     logits[0, [200, 17, 299]] = 5.0
     assert sample(logits, [None]) == [17]
     assert sample(logits, [Row(params(temperature=0), 0, 0, [17])]) == [200]
@@ -142,13 +141,13 @@ def test_a_bad_row_fails_alone() -> None:
 
 def test_banned_ids_are_never_chosen_and_the_logits_stay() -> None:
     logits = logits_of(1, 50)
-    before = logits.clone()
-    best = torch.argsort(logits[0], descending=True).tolist()
+    before = logits.copy()
+    best = np.argsort(-logits[0]).tolist()
     assert sample(logits, [Row(params(temperature=0), 0, 0, best[:2])]) == [best[2]]
     drawn = {sample(logits, [Row(params(), seed, 0, best[:5])])[0] for seed in range(300)}
     assert len(drawn) > 5
     assert not drawn & set(best[:5])
-    assert torch.equal(logits, before)
+    assert np.array_equal(logits, before)
 
 
 def test_a_row_is_the_same_alone_and_in_any_batch() -> None:
@@ -189,7 +188,7 @@ def test_draws_follow_the_distribution(fields: dict[str, float], vary: str) -> N
     p = params(**fields)
     probabilities, _ = naive_probabilities(logits[0].tolist(), p)
     draws = [Row(p, n, 5) if vary == "seed" else Row(p, 1234, n) for n in range(4000)]
-    tokens = sample(logits.expand(len(draws), -1).contiguous(), draws)
+    tokens = sample(np.repeat(logits, len(draws), axis=0), draws)
     counts = np.bincount(tokens, minlength=40)
     assert chi_square(counts, probabilities) < chi_square_limit(int((probabilities > 0).sum()))
 

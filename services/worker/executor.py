@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.spec import DecoderSpec
 
-if TYPE_CHECKING:
-    import torch
-
 Ints = NDArray[np.int32]
+Logits = NDArray[np.float32]
+Weight = NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]  # uint16: the bits of bfloat16s
 
 
 @dataclass
@@ -41,8 +40,8 @@ class Executor(Protocol):
     spec: DecoderSpec
     backend: str  # "reference", "cpu", ...
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes the weights (canonical names, any float dtype) one at a time, converting to the executor's dtype."""
+    def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
+        """Takes the weights by their canonical names, one at a time, converting to the executor's dtype."""
 
     def block_bytes(self) -> int:
         """Bytes of one KV block over all layers, keys and values."""
@@ -53,5 +52,5 @@ class Executor(Protocol):
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, destination), over all layers."""
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Writes the rows' keys and values, attends, and returns the logits [R, vocab] in float32 (valid until the next call)."""
+    def forward(self, batch: StepBatch) -> Logits:
+        """Writes the rows' keys and values, attends, and returns the logits [R, vocab], valid until the next call."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from services.worker.backends import make_executor
+from services.worker.backends import compute_threads, make_executor
 from services.worker.compute import Say
-from services.worker.loader import weight_bytes, weights
+from services.worker.loader import Weights, weight_bytes, weights
 from services.worker.memory import num_blocks, read_memory
 from services.worker.models import decoder_spec
 from services.worker.runner import Runner
@@ -17,9 +15,6 @@ from shared.hub import resolve
 from shared.messages import Plan, Result
 from shared.model_config import read_config
 from shared.model_info import ModelInfo
-
-if TYPE_CHECKING:
-    import torch
 
 
 class LoadedEngine:
@@ -49,7 +44,7 @@ def load(engine: EngineConfig, model: ModelInfo, say: Say) -> LoadedEngine:
         path = resolve(engine.model, engine.revision)
     spec = decoder_spec(read_config(path), model.max_model_len)
     executor = make_executor(spec, engine, model)
-    tensors = weights(path, spec)
+    tensors = weights(path, spec, compute_threads(engine))
     memory = read_memory()
     blocks = num_blocks(
         engine, model, executor.block_bytes(), weight_bytes(path, model.dtype), memory.total, memory.available
@@ -62,7 +57,7 @@ def load(engine: EngineConfig, model: ModelInfo, say: Say) -> LoadedEngine:
     return LoadedEngine(runner, blocks)
 
 
-def told(tensors: Iterator[tuple[str, torch.Tensor]], num_layers: int, say: Say) -> Iterator[tuple[str, torch.Tensor]]:
+def told(tensors: Weights, num_layers: int, say: Say) -> Weights:
     """Passes the tensors on and says how many layers have been begun, ten times at most."""
     begun: set[str] = set()
     stride = -(-num_layers // 10)

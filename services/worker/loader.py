@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.dequant import dequantise
+from services.worker.executor import Weight
 from services.worker.models.names import GGUF_HARMLESS, GGUF_NAMES, HF_HARMLESS, HF_NAMES, checkpoint_names
 from services.worker.spec import DecoderSpec
 from shared.errors import StartupError
@@ -18,28 +23,25 @@ from shared.gguf_file import GGUFFile, TensorInfo
 from shared.model_config import is_gguf
 from shared.safetensors_file import Entry, read_header, weight_files
 
-if TYPE_CHECKING:
-    import torch
-
-Weights = Iterator[tuple[str, "torch.Tensor"]]
+Weights = Iterator[tuple[str, Weight]]
 
 FLOAT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-GGUF_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-SAFETENSORS_FLOATS = ("F64", "F32", "F16", "BF16")
+GGUF_FLOATS: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+SAFETENSORS_FLOATS: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 NAMED = 3  # tensors named in an error; the others are counted
-CHUNK = 1 << 22  # elements dequantised at once: the temporaries are several times as large
 
 
-def weights(path: Path, spec: DecoderSpec) -> Weights:
-    """Canonical name and tensor (float32, float16 or bfloat16, in CPU memory) of each weight in `spec.weight_shapes()`.
+def weights(path: Path, spec: DecoderSpec, threads: int = 1) -> Weights:
+    """Canonical name and values of each weight in `spec.weight_shapes()`; dequantises with `threads` threads.
 
-    Raises StartupError at once for a missing, left-over or wrongly shaped tensor, which it names.
+    Values stored as floats are views of the mapped file, read-only and never copied here. Raises StartupError at once
+    for a missing, left-over or wrongly shaped tensor, which it names.
     """
     if is_gguf(path):
         file = GGUFFile(path)
         shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
         names = _match(path, shapes, spec, GGUF_NAMES, GGUF_HARMLESS)
-        return _gguf_weights(file, names, spec)
+        return _gguf_weights(file, names, spec, threads)
     files = weight_files(path)
     entries = _entries(files)
     shapes = {name: entry.shape for name, (_, entry) in entries.items()}
@@ -47,7 +49,7 @@ def weights(path: Path, spec: DecoderSpec) -> Weights:
     for name in names:
         if entries[name][1].dtype not in SAFETENSORS_FLOATS:
             raise StartupError(f"{entries[name][0]}: {name} is of type {entries[name][1].dtype}, not a float type")
-    return _safetensors_weights({name: file for name, (file, _) in entries.items()}, names, spec.tie_embeddings)
+    return _safetensors_weights(entries, names, spec.tie_embeddings)
 
 
 def weight_bytes(path: Path, dtype: str | None = None) -> int:
@@ -103,80 +105,69 @@ def _listed(names: list[str]) -> str:
     return f"{len(names)} tensors, {', '.join(names[:NAMED])}{f' and {more} more' if more > 0 else ''}"
 
 
-def _safetensors_weights(files: Mapping[str, Path], names: Mapping[str, str], tied: bool) -> Weights:
+def _safetensors_weights(entries: Mapping[str, tuple[Path, Entry]], names: Mapping[str, str], tied: bool) -> Weights:
+    maps = {file: _mapped(file) for file, _ in entries.values()}
     head, embed = f"{HF_NAMES['lm_head']}.weight", f"{HF_NAMES['embed']}.weight"
-    if tied and head in files:
-        _check_tied(files, head, embed)
-    for file in dict.fromkeys(files.values()):
-        with _opened(file) as reader:
-            for name in reader.keys():  # noqa: SIM118 - not a dict
-                if name in names:
-                    yield names[name], reader.get_tensor(name)
+    if tied and head in entries:
+        _check_tied(entries, maps, head, embed)
+    in_file_order = sorted(names, key=lambda name: (entries[name][0], entries[name][1].offset))
+    for name in in_file_order:
+        file, entry = entries[name]
+        yield names[name], _values(maps[file], entry)
 
 
-def _check_tied(files: Mapping[str, Path], head: str, embed: str) -> None:
-    import torch
-
-    with _opened(files[head]) as one, _opened(files[embed]) as other:
-        if not torch.equal(one.get_tensor(head), other.get_tensor(embed)):
-            raise StartupError(
-                f"{files[head]}: {head} differs from {embed}, though config.json says that they are one"
-                " (tie_word_embeddings); set it to false there"
-            )
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
-
+def _mapped(file: Path) -> NDArray[np.uint8]:
     try:
-        with safe_open(file, framework="pt") as reader:
-            yield reader
-    except (SafetensorError, OSError) as error:
+        return np.memmap(file, np.uint8, mode="r")
+    except (OSError, ValueError) as error:
         raise StartupError(f"{file}: cannot be read: {error}") from None
 
 
-def _gguf_weights(file: GGUFFile, names: Mapping[str, str], spec: DecoderSpec) -> Weights:
+def _values(data: NDArray[np.uint8], entry: Entry) -> Weight:
+    values = data[entry.offset : entry.offset + entry.size].view(SAFETENSORS_FLOATS[entry.dtype]).reshape(entry.shape)
+    if values.dtype == np.float64:
+        return values.astype(np.float32)
+    return np.require(values, requirements="A")  # the format does not promise that offsets are multiples
+
+
+def _check_tied(
+    entries: Mapping[str, tuple[Path, Entry]], maps: Mapping[Path, NDArray[np.uint8]], head: str, embed: str
+) -> None:
+    one, other = (_values(maps[file], entry) for file, entry in (entries[head], entries[embed]))
+    if one.dtype != other.dtype or not np.array_equal(one, other):
+        raise StartupError(
+            f"{entries[head][0]}: {head} differs from {embed}, though config.json says that they are one"
+            " (tie_word_embeddings); set it to false there"
+        )
+
+
+def _gguf_weights(file: GGUFFile, names: Mapping[str, str], spec: DecoderSpec, threads: int) -> Weights:
     permuted = file.metadata["general.architecture"] == "llama"
     heads = {"q": spec.num_heads, "k": spec.num_kv_heads}
-    with file:
+    with file, ThreadPoolExecutor(threads, "dequantise") as pool:
         for name, tensor in file.tensors.items():
             canonical = names.get(name)
             if canonical is None:
                 continue
-            weight = _stored(file, tensor) if tensor.type.name in GGUF_FLOATS else _dequantised(file, tensor)
+            rows = _rows(file, tensor)
             part = canonical.rsplit(".", 2)[-2]
-            yield canonical, _unpermuted(weight, heads[part]) if permuted and part in heads else weight
+            if permuted and part in heads:
+                rows = _unpermuted(rows, heads[part])
+            if tensor.type.name in GGUF_FLOATS:
+                values = rows.view(GGUF_FLOATS[tensor.type.name]).reshape(tensor.shape)
+                yield canonical, np.require(values, requirements="A")
+            else:
+                yield canonical, dequantise(rows, tensor.type, pool).reshape(tensor.shape)
 
 
-def _stored(file: GGUFFile, tensor: TensorInfo) -> torch.Tensor:
-    import numpy as np
-    import torch
-
-    weight = torch.empty(tensor.shape, dtype=getattr(torch, GGUF_FLOATS[tensor.type.name]))
-    weight.view(torch.uint8).numpy().reshape(-1)[:] = np.frombuffer(file.data(tensor), np.uint8)
-    return weight
+def _rows(file: GGUFFile, tensor: TensorInfo) -> NDArray[np.uint8]:
+    """The stored bytes: a row per output of a matrix, per value of a vector."""
+    return np.frombuffer(file.data(tensor), np.uint8).reshape(tensor.shape[0], -1)
 
 
-def _dequantised(file: GGUFFile, tensor: TensorInfo) -> torch.Tensor:
-    import numpy as np
-    import torch
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    columns = tensor.shape[-1]
-    stored = np.frombuffer(file.data(tensor), np.uint8).reshape(-1, columns // tensor.type.elements * tensor.type.size)
-    weight = torch.empty((len(stored), columns), dtype=torch.float32)
-    step = max(1, CHUNK // columns)
-    for row in range(0, len(stored), step):
-        weight.numpy()[row : row + step] = dequantize(stored[row : row + step], GGMLQuantizationType[tensor.type.name])
-    return weight.reshape(tensor.shape)
-
-
-def _unpermuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
+def _unpermuted(rows: NDArray[np.uint8], heads: int) -> NDArray[np.uint8]:
     """Undoes llama.cpp's row order, which interleaves the two halves of each head for its rotary kernel.
 
     In the file a head's rows are 0, d/2, 1, d/2 + 1, ...; `DecoderSpec` has them as 0, 1, ..., d/2, d/2 + 1, ...
     """
-    rest = weight.shape[1:]
-    return weight.reshape(heads, -1, 2, *rest).transpose(1, 2).reshape(weight.shape)
+    return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from services.worker.executor import StepBatch
+from services.worker.executor import Logits, StepBatch, Weight
 from services.worker.spec import DecoderSpec
 from shared.errors import StartupError
-
-if TYPE_CHECKING:
-    import torch
 
 ISA_VARIABLE = "PAGEBUS_CPU_ISA"  # forces one of `runnable_isas()`, for tests and for comparing
 
@@ -88,18 +85,18 @@ class NativeExecutor:
         name: str = self._decoder.isa
         return name
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
         """Packs the weights as they come; each replaces its original, which the caller can drop at once."""
-        for name, tensor in weights:
+        for name, weight in weights:
             if name not in self._missing:
                 raise StartupError(f"weight {name} is not one of the model's, or came twice")
-            array, dtype = _as_array(tensor)
+            array, dtype = _bits(weight)
             layer, part = _split(name)
             try:
                 self._decoder.load(layer, part, array, dtype)
             except ValueError as error:
-                raise StartupError(f"weight {name} has shape {tuple(tensor.shape)}: {error}") from None
-            del self._missing[name], tensor, array
+                raise StartupError(f"weight {name} has shape {weight.shape}: {error}") from None
+            del self._missing[name], weight, array
         if self._missing:
             raise StartupError(
                 f"the checkpoint lacks {len(self._missing)} weights, the first is {next(iter(self._missing))}"
@@ -123,13 +120,11 @@ class NativeExecutor:
         """Copies whole blocks, (source, destination), in order. Raises ValueError for a block that does not exist."""
         self._decoder.copy_blocks(np.array(pairs, dtype=np.int32).reshape(-1))
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Runs one step; the logits are float32 [R, vocab]. Raises ValueError for a batch that is not one."""
-        import torch
-
+    def forward(self, batch: StepBatch) -> Logits:
+        """Runs one step; returns the logits [R, vocab]. Raises ValueError for a batch that is not one."""
         if self._missing:
             raise ValueError("the weights are not loaded")
-        logits = torch.empty((len(batch.logit_rows), self.spec.vocab_size), dtype=torch.float32)
+        logits = np.empty((len(batch.logit_rows), self.spec.vocab_size), np.float32)
         self._decoder.forward(
             batch.tokens,
             batch.positions,
@@ -137,7 +132,7 @@ class NativeExecutor:
             batch.context_lens,
             batch.block_tables,
             batch.logit_rows,
-            logits.numpy(),
+            logits,
         )
         return logits
 
@@ -150,11 +145,10 @@ def _split(name: str) -> tuple[int, str]:
     return int(layer), part
 
 
-def _as_array(tensor: torch.Tensor) -> tuple[Any, str]:
-    """The tensor's memory as numpy sees it, without a copy where possible, and what the bits are."""
-    import torch
-
-    tensor = tensor.detach().to("cpu").contiguous()
-    if tensor.dtype in (torch.bfloat16, torch.float16):
-        return tensor.view(torch.int16).numpy(), str(tensor.dtype).removeprefix("torch.")
-    return tensor.to(torch.float32).numpy(), "float32"
+def _bits(weight: Weight) -> tuple[Any, str]:
+    """The values as the native module takes them, float32 or 16-bit integers, and what they are."""
+    if weight.dtype == np.float32:
+        return np.ascontiguousarray(weight), "float32"
+    if weight.dtype in (np.float16, np.uint16):
+        return np.ascontiguousarray(weight).view(np.uint16), "float16" if weight.dtype == np.float16 else "bfloat16"
+    raise ValueError(f"weights are float32, float16 or bfloat16 (as uint16), not {weight.dtype}")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.executor import Ints, StepBatch
+from services.worker.executor import Ints, Logits, StepBatch, Weight
 from services.worker.spec import DecoderSpec, RopeSpec
 from shared.errors import StartupError
 
@@ -50,10 +50,10 @@ class ReferenceExecutor:
         self._keys: list[Tensor] = []  # per layer [num_blocks * block_size, kv_heads, head_dim]
         self._values: list[Tensor] = []
 
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
         """Takes all weights by their canonical names."""
         for name, weight in weights:
-            self._weights[name] = weight.to(self.device, self.dtype)
+            self._weights[name] = as_tensor(weight).to(self.device, self.dtype)
         shapes = self.spec.weight_shapes()
         for name, shape in shapes.items():
             found = tuple(self._weights[name].shape) if name in self._weights else None
@@ -81,8 +81,8 @@ class ReferenceExecutor:
                 cache[target * size : (target + 1) * size] = cache[source * size : (source + 1) * size]
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch) -> Tensor:
-        """Runs one step; returns the logits of `batch.logit_rows`, float32 [R, vocab]."""
+    def forward(self, batch: StepBatch) -> Logits:
+        """Runs one step; returns the logits of `batch.logit_rows`, [R, vocab]."""
         spec, weights = self.spec, self._weights
         x = F.embedding(self._on_device(batch.tokens), weights["embed.weight"]).float()  # [T, hidden]
         cos, sin = rotations(spec.rope, self._on_device(batch.positions))
@@ -94,7 +94,8 @@ class ReferenceExecutor:
             x = x + self._mlp(i, self._norm(x, f"layers.{i}.mlp_norm"))
         last = self._norm(x[self._on_device(batch.logit_rows)], "final_norm")  # [R, hidden]
         head = weights["embed.weight" if spec.tie_embeddings else "lm_head.weight"]
-        return linear(last, head)
+        logits: Logits = linear(last, head).cpu().numpy()
+        return logits
 
     def _attention(
         self, i: int, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, tiles: list[AttentionTile]
@@ -172,6 +173,13 @@ class ReferenceExecutor:
             slots=torch.from_numpy(slots).to(self.device),
             mask=torch.from_numpy(mask).to(self.device),
         )
+
+
+def as_tensor(weight: Weight) -> Tensor:
+    """A copy of the values in CPU memory."""
+    if weight.dtype == np.uint16:
+        return torch.tensor(weight.view(np.int16)).view(torch.bfloat16)
+    return torch.tensor(weight)
 
 
 def new_slots(batch: StepBatch, block_size: int) -> Ints:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from shared.sampling import SamplingParams
@@ -34,9 +33,8 @@ def is_greedy(params: SamplingParams) -> bool:
     return params.temperature <= GREEDY_TEMPERATURE or params.top_k == 1
 
 
-def sample(logits: torch.Tensor, rows: Sequence[Row | None]) -> list[int]:
-    """One token id per row, or INVALID; a row of None is greedy. logits: float32 [R, vocab], left as it is."""
-    scores = logits.detach().cpu().numpy()
+def sample(scores: Floats, rows: Sequence[Row | None]) -> list[int]:
+    """One token id per row, or INVALID; a row of None is greedy. scores: the logits, [R, vocab], left as they are."""
     best = scores.argmax(axis=1)  # the lowest id of equals; a NaN if there is one
     valid = np.isfinite(scores[np.arange(len(rows)), best])
     tokens: list[int] = np.where(valid, best, INVALID).tolist()

@@ -1,4 +1,6 @@
-"""Rotary frequencies for every kind of rope scaling, bit for bit as transformers computes them.
+"""Rotary frequencies for every kind of rope scaling, as transformers computes them in float32.
+
+Powers are rounded once, from float64; torch's own, which differ from CPU to CPU, are at times off by their last bit.
 
 Sources: linear, https://kaiokendev.github.io/til; dynamic NTK, the same bases as transformers; yarn,
 https://arxiv.org/abs/2309.00071; llama3, the reference code of Llama 3.1; factors, GGUF's `rope_freqs`.
@@ -7,13 +9,14 @@ https://arxiv.org/abs/2309.00071; llama3, the reference code of Llama 3.1; facto
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from services.worker.spec import RopeSpec
 from shared.model_config import ModelConfig
 
-if TYPE_CHECKING:
-    import torch
+Floats = NDArray[np.float32]
 
 
 def rope_spec(config: ModelConfig, max_model_len: int) -> RopeSpec:
@@ -42,10 +45,14 @@ def rope_spec(config: ModelConfig, max_model_len: int) -> RopeSpec:
     return RopeSpec(dim, tuple(plain.tolist()), attention_factor)
 
 
-def _plain(base: float, dim: int) -> torch.Tensor:
-    import torch
+def _powers(base: float, dim: int) -> Floats:
+    """base ** (0, 2 / dim, 4 / dim, ...), [dim / 2]."""
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    return np.power(float(np.float32(base)), exponents.astype(np.float64)).astype(np.float32)
 
-    return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+
+def _plain(base: float, dim: int) -> Floats:
+    return np.float32(1.0) / _powers(base, dim)
 
 
 def _dynamic_base(config: ModelConfig, rope: ModelConfig, dim: int, max_model_len: int) -> float:
@@ -57,23 +64,19 @@ def _dynamic_base(config: ModelConfig, rope: ModelConfig, dim: int, max_model_le
     return float(rope.number("rope_theta") * growth ** (dim / (dim - 2)))
 
 
-def _llama3(plain: torch.Tensor, rope: ModelConfig) -> torch.Tensor:
-    import torch
-
+def _llama3(plain: Floats, rope: ModelConfig) -> Floats:
     factor, low, high = (rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     trained = rope.integer("original_max_position_embeddings")
     if low >= high:
         raise rope.error("low_freq_factor", f"must be below high_freq_factor, got {low} and {high}")
     wavelength = 2 * math.pi / plain
-    scaled = torch.where(wavelength > trained / low, plain / factor, plain)
+    scaled = np.where(wavelength > trained / low, plain / factor, plain)
     smooth = (trained / wavelength - low) / (high - low)
     medium = ~(wavelength < trained / high) * ~(wavelength > trained / low)
-    return torch.where(medium, (1 - smooth) * scaled / factor + smooth * scaled, scaled)
+    return np.where(medium, (1 - smooth) * scaled / factor + smooth * scaled, scaled)
 
 
-def _yarn(rope: ModelConfig, dim: int) -> torch.Tensor:
-    import torch
-
+def _yarn(rope: ModelConfig, dim: int) -> Floats:
     base, factor = rope.number("rope_theta"), rope.number("factor")
     trained = rope.integer("original_max_position_embeddings")
 
@@ -85,8 +88,8 @@ def _yarn(rope: ModelConfig, dim: int) -> torch.Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     width = high - low if high != low else 0.001
-    ramp = torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / width, 0, 1)
-    powers = base ** (torch.arange(0, dim, 2).to(torch.float32) / dim)
+    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / width, 0, 1)
+    powers = _powers(base, dim)
     keep = 1 - ramp
     return 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep
 
@@ -104,10 +107,8 @@ def _yarn_attention(rope: ModelConfig) -> float:
     return mscale(1.0)
 
 
-def _factors(plain: torch.Tensor, rope: ModelConfig) -> torch.Tensor:
-    import torch
-
+def _factors(plain: Floats, rope: ModelConfig) -> Floats:
     factors = rope.values["factors"]
     if len(factors) != len(plain):
         raise rope.error("factors", f"holds {len(factors)} values, not {len(plain)}, one for each frequency")
-    return plain / torch.tensor(factors, dtype=torch.float32)
+    return plain / np.array(factors, dtype=np.float32)
