@@ -125,7 +125,7 @@ class Batch:
         if len(set(slots.tolist())) < len(slots):
             raise PlanError(f"two rows of one slot among {slots.tolist()}")
 
-    def _check_rows(self, slots: Ints, starts: Ints, counts: Ints, sampled: Ints) -> None:
+    def _check_rows(self, slots: Ints, starts: Ints, counts: Ints, sampled: NDArray[np.intp]) -> None:
         computed, length, ends = self._computed[slots], self._length[slots], starts + counts
         fresh = computed == UNSET
         rules = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,12 @@ from services.worker.executor import Ints, Logits, StepBatch, Weight
 from services.worker.spec import DecoderSpec, RopeSpec
 from shared.errors import StartupError
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
 WIDENED_ELEMENTS = 1 << 20
 QUERY_TILE = 256  # rows of a prefill chunk that attend at once; bounds the mask to QUERY_TILE x context
 
