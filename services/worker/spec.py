@@ -19,9 +19,9 @@ class DecoderSpec:
     """A pre-norm, gated-MLP decoder: embedding, layers, final norm, head. All sizes in elements.
 
     Weights carry these canonical names (i = layer), each [out, in] as torch's Linear holds it:
-    `embed`, `layers.i.{attn_norm,q,k,v,o,mlp_norm,gate,up,down}.weight`, with `.bias` for q, k, v where `qkv_bias`, o where
-    `o_bias`, gate, up, down where `mlp_bias`, `layers.i.{q_norm,k_norm}.weight` [head_dim] where `qk_norm`, `final_norm.weight`, and
-    `lm_head.weight` unless `tie_embeddings`. (`embed` is `embed.weight`, [vocab, hidden].)
+    `embed`, `layers.i.{attn_norm,q,k,v,o,mlp_norm,gate,up,down}.weight`, with `.bias` for q, k, v where `qkv_bias`,
+    o where `o_bias`, gate, up, down where `mlp_bias`, `layers.i.{q_norm,k_norm}.weight` [head_dim] where `qk_norm`,
+    `final_norm.weight`, and `lm_head.weight` unless `tie_embeddings`. (`embed` is `embed.weight`, [vocab, hidden].)
     """
 
     architecture: str
