@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROLE = re.compile(r"-m\0services\.(api|tokenizer|scheduler|worker)\0")
-TICK = 1.0 / os.sysconf("SC_CLK_TCK")  # seconds
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,23 @@ def parse(text: str) -> dict[int, str]:
 
 
 def usage(pids: dict[int, str]) -> dict[str, Usage]:
-    """The usage of each role; a process that has ended counts nothing."""
+    """The usage of each role, to the microsecond; a process or a thread that has ended counts nothing."""
     cpu: dict[str, float] = defaultdict(float)
     resident: dict[str, int] = defaultdict(int)
     for pid, role in pids.items():
         try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            threads = [int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         except (OSError, IndexError):
             continue
-        cpu[role] += (int(fields[11]) + int(fields[12])) * TICK
+        cpu[role] += sum(threads) * 1e-9
         resident[role] += pages * os.sysconf("SC_PAGE_SIZE")
     return {role: Usage(cpu[role], resident[role]) for role in cpu}
+
+
+def descriptors(pids: dict[int, str]) -> dict[str, int]:
+    """Open file descriptors of each role."""
+    count: dict[str, int] = defaultdict(int)
+    for pid, role in pids.items():
+        count[role] += len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return dict(count)

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -25,6 +26,7 @@ class WorkerConfig(msgspec.Struct, kw_only=True):
     null: Annotated[bool, option("Worker", "answer at once with meaningless tokens, without a model", hidden=True)] = (
         False
     )
+    null_step_ms: Annotated[float, option("Worker", "with --null: how long a step takes", hidden=True, ge=0)] = 0.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     (config,) = parse([WorkerConfig], argv, prog="python -m services.worker")
     try:
         if config.null:
-            worker = Worker(config.scheduler, NullEngine)
+            worker = Worker(config.scheduler, partial(NullEngine, step_seconds=config.null_step_ms / 1000))
         else:
             from services.worker.load import load
 

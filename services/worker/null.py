@@ -1,9 +1,11 @@
-"""An engine without a model, for measuring and testing everything around it: it answers at once.
+"""An engine without a model, for measuring and testing everything around it: it answers at once, or after a set time.
 
 A slot's token at position p is a function of its first prompt token and p alone, so recoveries can be checked.
 """
 
 from __future__ import annotations
+
+import time
 
 from services.worker.compute import Say
 from shared.config import EngineConfig
@@ -25,8 +27,10 @@ class NullEngine:
     device = "none"
     block_bytes = 0
 
-    def __init__(self, engine: EngineConfig, model: ModelInfo, say: Say) -> None:
+    def __init__(self, engine: EngineConfig, model: ModelInfo, say: Say, *, step_seconds: float = 0.0) -> None:
+        """`step_seconds`: how long each step takes, asleep."""
         say("loading nothing")
+        self._step_seconds = step_seconds
         self.num_blocks = engine.num_gpu_blocks_override or NUM_BLOCKS
         self._vocab_size = model.vocab_size
         self._eos = frozenset(model.eos_token_ids)
@@ -44,6 +48,8 @@ class NullEngine:
             for slot, start, count, sampled in zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
             if sampled
         ]
+        if self._step_seconds:
+            time.sleep(self._step_seconds)
         return Result(plan.epoch, plan.step, tokens)
 
     def reset(self) -> None:
