@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -31,6 +30,7 @@ CONTEXTS = (1024, 4096)
 STEPS = ((1, 128), (8, 128), (32, 320), (256, 256))  # sequences or, for the last, rows of one prompt; context
 INV_FREQ = tuple(float(np.float32(100000.0 ** (-i / 32))) for i in range(32))
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CODES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.uint16}
 
 SMOLLM2 = DecoderSpec(
     architecture="LlamaForCausalLM",
@@ -100,12 +100,10 @@ def gemm_lines(ops: Any, dtype: str, clock: Clock) -> Iterator[Line]:
     spec, rng = SMOLLM2, np.random.default_rng(0)
     h, q, kv, ff = spec.hidden_size, 576, 192, spec.intermediate_size
     shapes = [(q + 2 * kv, h, False), (h, q, False), (2 * ff, h, True), (h, ff, False)]
-    bits = {
-        (n, k): native_bits(torch.from_numpy(rng.standard_normal((n, k), dtype=np.float32)), dtype)
-        for n, k, _ in shapes
-    }
+    bits = {(n, k): native_bits(rng.standard_normal((n, k), dtype=np.float32), dtype) for n, k, _ in shapes}
     layers = [
-        [ops.pack(bits[n, k], dtype, dtype, gated=gated) for n, k, gated in shapes] for _ in range(spec.num_layers)
+        [ops.pack(bits[n, k].view(CODES[dtype]), dtype, dtype, gated=gated) for n, k, gated in shapes]
+        for _ in range(spec.num_layers)
     ]
     weights = spec.num_layers * sum(n * k for n, k, _ in shapes)
     for rows in GEMM_ROWS:
@@ -120,9 +118,11 @@ def gemm_lines(ops: Any, dtype: str, clock: Clock) -> Iterator[Line]:
         yield Line(f"gemm, {rows} rows", clock.best(run), weights * BYTES[dtype], 2 * rows * weights)
 
 
-def native_bits(tensor: torch.Tensor, dtype: str) -> Any:
-    tensor = tensor.to(getattr(torch, dtype))
-    return tensor.numpy() if dtype == "float32" else tensor.view(torch.int16).numpy()
+def native_bits(values: Any, dtype: str) -> Any:
+    """float32 values as the executor takes them; bfloat16 cut off, not rounded."""
+    if dtype == "bfloat16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(dtype)
 
 
 def attention_lines(ops: Any, dtype: str, clock: Clock) -> Iterator[Line]:
@@ -156,8 +156,9 @@ def step_lines(dtype: str, threads: int, isa: str, clock: Clock) -> Iterator[Lin
     """Whole steps of a random SmolLM2: embedding to logits."""
     spec = SMOLLM2
     runner = NativeExecutor(spec, dtype, 16, threads, isa)  # type: ignore[arg-type]
-    values = (torch.randn(spec.vocab_size * spec.hidden_size) * 0.05).to(getattr(torch, dtype))
-    runner.load((name, values[: int(np.prod(shape))].view(shape)) for name, shape in spec.weight_shapes().items())
+    values = np.random.default_rng(0).standard_normal(spec.vocab_size * spec.hidden_size, dtype=np.float32) * 0.05
+    bits = native_bits(values.astype(np.float32), dtype)
+    runner.load((name, bits[: int(np.prod(shape))].reshape(shape)) for name, shape in spec.weight_shapes().items())
     runner.allocate_kv(1024)
     head = spec.vocab_size * spec.hidden_size
     layers = sum(int(np.prod(s)) for s in spec.weight_shapes().values()) - head

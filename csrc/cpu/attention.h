@@ -69,7 +69,7 @@ PAGEBUS_INLINE void add_values_columns(const Work& w, const Tile<typename B::T>&
     if (end > to) end = to;
     const typename B::T* values[NV];
     for (int v = 0; v < NV; ++v) values[v] = tile.values[g] + (from - g * kLanes) * dim + column + v * kLanes;
-    multiply<B, R, NV>(end - from, p + from, kTile, values, dim, 0, acc);
+    multiply<B, R, NV>(end - from, p + from, kTile, values, dim, acc);
     from = end;
   }
   for (int r = 0; r < R; ++r)
@@ -79,7 +79,7 @@ PAGEBUS_INLINE void add_values_columns(const Work& w, const Tile<typename B::T>&
 template <class B, int R>
 PAGEBUS_INLINE void add_values(const Work& w, const Tile<typename B::T>& tile, int64_t row, int from, int to,
                                const float* alpha, const float* p) {
-  constexpr int NV = R == 1 ? 4 : R <= 3 ? 2 : 1;
+  constexpr int NV = columns<R>;
   int column = 0;
   for (; column + NV * kLanes <= w.cache.padded_dim; column += NV * kLanes)
     add_values_columns<B, R, NV>(w, tile, row, column, from, to, alpha, p);
@@ -94,30 +94,33 @@ PAGEBUS_INLINE void score_groups(const Work& w, const Tile<typename B::T>& tile,
   for (auto& line : acc)
     for (V& x : line) x = zero();
   const int dim = w.cache.padded_dim;
-  multiply<B, R, NV>(w.cache.head_dim, w.q + row * dim, dim, tile.keys + group, tile.ldk, 0, acc);
+  multiply<B, R, NV>(w.cache.head_dim, w.q + row * dim, dim, tile.keys + group, tile.ldk, acc);
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < NV; ++v) store(w.scores + r * kTile + (group + v) * kLanes, acc[r][v]);
 }
 
-// Turns the scores of a row's keys [from, to) into weights e^(score - maximum), 0 elsewhere in the tile; returns their
-// sum.
-PAGEBUS_INLINE float exponentiate(float* scores, float maximum, int from, int to) {
-  V total = zero();
-  for (int g = 0; g < kGroups; ++g) {
-    V p = zero();
-    if (from < (g + 1) * kLanes && to > g * kLanes)
-      p = where_lanes(from - g * kLanes, to - g * kLanes, exp(sub(load(scores + g * kLanes), set1(maximum))), zero());
-    store(scores + g * kLanes, p);
-    total = add(total, p);
-  }
-  return reduce_add(total);
+// Group g of a row's scores, `other` where no key of [from, to) is.
+PAGEBUS_INLINE V seen_scores(const float* scores, int g, int from, int to, V other) {
+  const V all = load(scores + g * kLanes);
+  if (from <= g * kLanes && to >= (g + 1) * kLanes) return all;
+  return where_lanes(from - g * kLanes, to - g * kLanes, all, other);
 }
 
 PAGEBUS_INLINE float highest(const float* scores, int from, int to) {
   V top = set1(kNothing);
-  for (int g = from / kLanes; g * kLanes < to; ++g)
-    top = max(top, where_lanes(from - g * kLanes, to - g * kLanes, load(scores + g * kLanes), set1(kNothing)));
+  for (int g = from / kLanes; g * kLanes < to; ++g) top = max(top, seen_scores(scores, g, from, to, set1(kNothing)));
   return reduce_max(top);
+}
+
+// Turns the scores of a row's keys [from, to) into weights e^(score - maximum); returns their sum.
+PAGEBUS_INLINE float exponentiate(float* scores, float maximum, int from, int to) {
+  V total = zero();
+  for (int g = from / kLanes; g * kLanes < to; ++g) {
+    const V p = exp(sub(seen_scores(scores, g, from, to, set1(kNothing)), set1(maximum)));
+    store(scores + g * kLanes, p);
+    total = add(total, p);
+  }
+  return reduce_add(total);
 }
 
 // R rows from `row` on against one tile that starts at position `start`.
@@ -135,7 +138,7 @@ void attend_rows(const Work& w, const Tile<typename B::T>& tile, int64_t row, in
     same = same && from[r] == from[0] && to[r] == to[0];
   }
   if (lo >= hi) return;
-  constexpr int NV = R == 1 ? 4 : R <= 3 ? 2 : 1;
+  constexpr int NV = columns<R>;
   int group = lo / kLanes;
   for (; (group + NV - 1) * kLanes < hi && group + NV <= kGroups; group += NV)
     score_groups<B, R, NV>(w, tile, row, group);

@@ -34,57 +34,70 @@ struct ReadF16 {
   static PAGEBUS_INLINE V second(const T* p) { return load_f16(p); }
 };
 
+// acc[r][v] += a[r] * w(v). What is few stays in registers, the other side passes through.
+template <int R, int NV, class W>
+PAGEBUS_INLINE void multiply_step(const float* a, int64_t lda, const W& w, V (&acc)[R][NV]) {
+  if constexpr (R <= 2) {
+    V x[R];
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) x[r] = set1(a[r * lda]);
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) {
+      const V column = w(v);
+#pragma GCC unroll 2
+      for (int r = 0; r < R; ++r) accumulate(acc[r][v], x[r], column);
+    }
+  } else {
+    V columns[NV];
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) columns[v] = w(v);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const V x = set1(a[r * lda]);
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) accumulate(acc[r][v], x, columns[v]);
+    }
+  }
+}
+
 // acc[r][v] += sum over k, ascending, of a[r][k] * stream v's k-th sixteen. One chain of fused multiply-adds per
 // output: the same bits whatever R and NV. `ldb`: elements from one step of a stream to the next. `ahead`: elements to
 // prefetch ahead, or 0.
 template <class B, int R, int NV>
 PAGEBUS_INLINE void multiply(int64_t k, const float* a, int64_t lda, const typename B::T* const* b, int64_t ldb,
-                             int64_t ahead, V (&acc)[R][NV]) {
+                             V (&acc)[R][NV]) {
   const typename B::T* p[NV];
 #pragma GCC unroll 8
   for (int v = 0; v < NV; ++v) p[v] = b[v];
   for (int64_t s = 0; s < k / B::depth; ++s) {
-    V w[NV];
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) w[v] = B::first(p[v]);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const V x = set1(a[r * lda]);
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) accumulate(acc[r][v], x, w[v]);
-    }
-    if constexpr (B::depth == 2) {
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) w[v] = B::second(p[v]);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const V x = set1(a[r * lda + 1]);
-#pragma GCC unroll 8
-        for (int v = 0; v < NV; ++v) accumulate(acc[r][v], x, w[v]);
-      }
-    }
+    multiply_step<R, NV>(a, lda, [&](int v) __attribute__((always_inline)) { return B::first(p[v]); }, acc);
+    if constexpr (B::depth == 2)
+      multiply_step<R, NV>(a + 1, lda, [&](int v) __attribute__((always_inline)) { return B::second(p[v]); }, acc);
     a += B::depth;
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) {
-      if (ahead) __builtin_prefetch(p[v] + ahead);
-      p[v] += ldb;
-    }
+    for (int v = 0; v < NV; ++v) p[v] += ldb;
   }
-  if (B::depth == 2 && k % 2) {
-    for (int v = 0; v < NV; ++v) {
-      const V w = B::first(p[v]);
-      for (int r = 0; r < R; ++r) accumulate(acc[r][v], set1(a[r * lda]), w);
-    }
-  }
+  if (B::depth == 2 && k % 2)
+    multiply_step<R, NV>(a, lda, [&](int v) __attribute__((always_inline)) { return B::first(p[v]); }, acc);
 }
 
-PAGEBUS_INLINE V silu(V x) { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }
+PAGEBUS_INLINE V silu(V x) {
+  const V value = div(x, add(set1(1.0f), exp(sub(zero(), x))));
+  return where_less(x, set1(-88.3f), set1(-0.0f), value);
+}
 
-// Rows of a register block: twelve chains or more hide the latency of the multiply-adds.
+// Rows of a register block, whose chains hide the latency of the multiply-adds; wide: panels beside each other. With
+// few rows, columns<R> sixteens beside each other do.
 #ifdef __AVX512F__
 constexpr int kBlockRows = 12, kWide = 2;
+template <int R>
+constexpr int columns = R == 1 ? 4 : 2;
 #else
 constexpr int kBlockRows = 6, kWide = 1;
+template <int R>
+constexpr int columns = R == 1   ? 4
+                        : R == 2 ? 2
+                                 : 1;
 #endif
 constexpr int kThinRows = 2;       // up to these, several panels at once instead of many rows
 constexpr int kDepthBlock = 1024;  // k per pass: keeps a panel's share in the first-level cache
@@ -153,7 +166,7 @@ void thin_panels(const GemmArgs& g, int64_t row, int64_t& panel, int64_t end) {
     V acc[R][NV];
     for (auto& line : acc)
       for (V& x : line) x = zero();
-    multiply<B, R, NV>(g.w->k, g.x + row * g.ldx, g.ldx, b, kPanel * B::depth, 0, acc);
+    multiply<B, R, NV>(g.w->k, g.x + row * g.ldx, g.ldx, b, kPanel * B::depth, acc);
     float sums[(NV > 1 ? NV : 2) * kPanel] = {};  // a gated matrix has no lone panel
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < NV; ++v) store(sums + v * kPanel, acc[r][v]);
@@ -186,7 +199,7 @@ void wide_panels(const GemmArgs& g, int64_t row, int64_t rows, int64_t panel, in
       float* c = sums + first * ld;
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < NV; ++v) acc[r][v] = from ? load(c + r * ld + v * kPanel) : zero();
-      multiply<B, R, NV>(to - from, a, g.ldx, b, kPanel * B::depth, 0, acc);
+      multiply<B, R, NV>(to - from, a, g.ldx, b, kPanel * B::depth, acc);
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < NV; ++v) store(c + r * ld + v * kPanel, acc[r][v]);
     });
