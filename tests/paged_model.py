@@ -49,6 +49,7 @@ class PagedModel:
         """Executes a plan and returns its sampled tokens."""
         for slot in plan.release:
             del self.slots[slot]
+        assert not set(plan.copies[::2]) & set(plan.copies[1::2]), "a copy reads what another writes"
         for source, destination in zip(plan.copies[::2], plan.copies[1::2], strict=True):
             self.kv[destination] = list(self.kv[source])
         for admit in plan.admit:

@@ -396,6 +396,31 @@ def test_a_burst_with_one_beginning_computes_it_once(budget: int) -> None:
     engine.assert_right()
 
 
+def test_a_burst_of_equal_prompts_with_different_salts_starts_at_once() -> None:
+    engine = Engine()
+    for salt in "abc":
+        engine.add(prompt(20), salt=salt)
+    plan = engine.schedule()
+    assert plan is not None
+    assert plan.counts == [20] * 3
+    engine.run()
+    engine.assert_right()
+
+
+def test_an_output_is_cached_while_it_is_still_being_written() -> None:
+    engine = Engine()
+    first = engine.add(prompt(5), max_tokens=60, ignore_eos=True)
+    while len(engine.outputs[first]) < 30:
+        engine.step()
+    second = engine.add([*prompt(5), *engine.outputs[first]])
+    while second not in engine.first_step:
+        engine.step()
+    assert first not in engine.last
+    assert engine.cached[second] >= 30
+    engine.run()
+    engine.assert_right()
+
+
 def test_equal_prompts_shorter_than_a_block_start_at_once() -> None:
     engine = Engine(block_size=16)
     for _ in range(5):
@@ -668,6 +693,22 @@ def test_samples_share_the_blocks_of_the_prompt(length: int, caching: bool) -> N
     assert counters.prefix_hits == 0
 
 
+def test_a_late_sample_starts_at_once() -> None:
+    engine = Engine(enable_prefix_caching=False)
+    leader = engine.add(prompt(10), max_tokens=100, ignore_eos=True)
+    while leader not in engine.first_step:
+        engine.step()
+    fork = engine.add(prompt(10), fork_of=leader, max_tokens=3)
+    engine.schedule() or engine.step()
+    plan = engine.plans[-1] if engine.plans else engine.schedule()
+    assert plan is not None
+    assert [admit.num_prompt for admit in plan.admit] == [10]
+    assert plan.counts[-1] == 1  # all but the last token of the prompt is shared
+    engine.run()
+    engine.assert_right()
+    assert list(engine.last) == [fork, leader]
+
+
 def test_samples_go_on_without_their_leader() -> None:
     for leave in ("abort", "absent", "other prompt", "finished"):
         engine = Engine()
@@ -798,6 +839,7 @@ def test_statistics() -> None:
     engine.add(prompt(10))
     engine.add(prompt(10, seed=1))
     engine.schedule()
+    assert [repr(seq) for seq in engine.scheduler.running] == ["Sequence(0, RUNNING, 10/11 of 18)"]
     stats = engine.scheduler.stats(3, engine.now + 2.0)
     assert (stats.group, stats.ready, stats.running, stats.waiting) == (3, True, 1, 1)
     assert (stats.num_blocks, stats.block_size, stats.kv_usage) == (64, 4, 3 / 64)

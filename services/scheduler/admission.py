@@ -29,7 +29,6 @@ class Admission:
         self._space = space
         self._whole = whole_prompts
         self._blocked = False  # nobody that waits fits, until somebody comes or leaves
-        self._alone = False
         self._passed: list[Sequence] = []
         self._unfit = False
         self._computing: list[Sequence] = []  # with full blocks in flight that others cannot find yet
@@ -49,7 +48,6 @@ class Admission:
         if self._blocked or not self.waiting:
             return False
         self.estimate.begin(running)
-        self._alone = not running
         self._unfit = False
         caching = self._space.cache.enabled
         self._computing = [seq for seq in running if seq.publish_at <= seq.scheduled] if caching else []
@@ -78,7 +76,6 @@ class Admission:
     def started(self, seq: Sequence) -> None:
         """The sequence that was chosen has its slot, blocks and first row."""
         self.estimate.add(seq)
-        self._alone = False
         if seq.node is not None and seq.publish_at <= seq.scheduled:
             self._computing.append(seq)
 
@@ -90,8 +87,9 @@ class Admission:
         self._passed.clear()
 
     def _fits(self, seq: Sequence, match: Match) -> bool:
+        """Always true of one alone: no limit of a sequence exceeds the pool."""
         room = self._space.room_after(seq, match)
-        return room >= 0 and (self._alone or self.estimate.fits(seq, room))
+        return room >= 0 and self.estimate.fits(seq, room)
 
     def _soon_cached(self, seq: Sequence, matched: int, budget: int) -> bool:
         """Whether results to come will bring what the sequence would compute in this step, or half of all it has to.
@@ -103,7 +101,7 @@ class Admission:
             return False
         end = matched + min((reusable + 1) // 2, budget)
         return any(
-            matched < other.publish_at <= other.scheduled
+            matched < other.publish_at
             and end <= other.scheduled
             and seq.salt == other.salt
             and seq.tokens[:end] == other.tokens[:end]

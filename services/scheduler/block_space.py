@@ -118,10 +118,12 @@ class BlockSpaceManager:
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raises AssertionError unless pool, cache and tables add up. Not to be called while a plan is being made."""
-        tables = []
+        tables, nodes = [], []
         for seq in sequences:
             tables.append(seq.blocks)
+            if seq.node is not None:
+                nodes.append(seq.node)
             assert seq.capacity == len(seq.blocks) * self.block_size
             assert len(set(seq.blocks)) == len(seq.blocks), "a block is twice in a table"
         self.pool.check(tables)
-        self.cache.check()
+        self.cache.check(nodes)

@@ -232,7 +232,7 @@ class Scheduler:
                 starts.append(start)
         step.counts = [1] * len(rows)
         step.samples = [1] * len(rows)
-        return [seq for seq in prefills if seq.status is RUNNING]
+        return prefills
 
     def _make_room(self, seq: Sequence) -> bool:
         """Preempts the latest arrivals until a block is free; False if that took the sequence itself.

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from services.scheduler.block_pool import BlockPool
@@ -150,13 +152,15 @@ class PrefixCache:
             del parent.children[node.tokens]
             node = parent
 
-    def check(self) -> None:
-        """Raises AssertionError unless the tree is sound and fits the pool."""
+    def check(self, held: Iterable[Node]) -> None:
+        """Raises AssertionError unless the tree is sound and fits the pool and the nodes held by sequences."""
+        users = Counter(held)
         seen: dict[int, Node] = {}
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
             assert node.block >= 0 or node.children or node.users > 0, "a node without purpose"
+            assert node.users == users.pop(node, 0), "a node's users differ from the sequences"
             children = node.children or {}
             with_block = sorted(tokens for tokens, child in children.items() if child.block >= 0)
             assert with_block == (node.ordered or []), "the sorted children are not the children"
@@ -168,6 +172,7 @@ class PrefixCache:
                     assert child.block not in seen, f"block {child.block} has two contents"
                     seen[child.block] = child
                 stack.append(child)
+        assert not users, "a sequence holds a node that is not in the tree"
         assert seen == self._nodes
         published = {block for block in range(self._pool.num_blocks) if self._pool.published(block)}
         assert published == set(seen), "pool and cache disagree about what is published"
