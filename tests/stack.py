@@ -97,9 +97,11 @@ class Stack:
     def wait_idle(self) -> None:
         """Until no request runs or waits and no KV block is in use."""
         wait_until(
-            lambda: not any(
-                self.metric(f"vllm:{name}")
-                for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            lambda: (
+                not any(
+                    self.metric(f"vllm:{name}")
+                    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+                )
             )
         )
 

@@ -23,7 +23,7 @@ def serve(*flags: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tiny_model("llama", tmp_path_factory.mktemp("tiny"))
+    return tiny_model("llama", tmp_path_factory.mktemp("tiny"))
 
 
 def refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
