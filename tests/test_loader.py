@@ -36,10 +36,10 @@ def spec_of(path: Path) -> DecoderSpec:
 def load(path: Path) -> Tensors:
     """The weights under Hugging Face's names, each exactly once."""
     spec = spec_of(path)
-    pairs = list(weights(path, spec))
-    found = {name: as_tensor(weight) for name, weight in pairs}
+    pairs = [(name, as_tensor(weight)) for name, weight in weights(path, spec)]
+    found = dict(pairs)
     assert len(pairs) == len(found)
-    assert {name: weight.shape for name, weight in pairs} == spec.weight_shapes()
+    assert {name: tuple(weight.shape) for name, weight in pairs} == spec.weight_shapes()
     return {name: found[canonical] for name, canonical in checkpoint_names(found, HF_NAMES).items()}
 
 

@@ -18,13 +18,14 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 Kernel = Callable[[Bytes, Floats], None]  # blocks [n, bytes of a block], out [n, elements of a block]
 
-PIECE = 1 << 17  # elements dequantised at once, so that the temporaries stay in the cache
+PIECE = 1 << 16  # elements dequantised at once, so that they stay in the cache
+LOW_HALVES = np.uint64(0x0F0F0F0F0F0F0F0F)
 
 
-def dequantise(rows: Bytes, kind: GGMLType, pool: ThreadPoolExecutor | None = None) -> Floats:
-    """Rows of whole blocks [rows, bytes] to float32 [rows, elements], by the threads of `pool` where it is given."""
+def dequantise(rows: Bytes, kind: GGMLType, out: Floats, pool: ThreadPoolExecutor | None = None) -> None:
+    """Rows of whole blocks [rows, bytes] to `out` [rows, elements], by the threads of `pool` where it is given."""
     blocks = rows.reshape(-1, kind.size)
-    out = np.empty((len(blocks), kind.elements), np.float32)
+    out = out.reshape(-1, kind.elements)
     kernel = KERNELS.get(kind.name) or _packaged(kind.name)
     step = max(1, PIECE // kind.elements)
 
@@ -34,7 +35,6 @@ def dequantise(rows: Bytes, kind: GGMLType, pool: ThreadPoolExecutor | None = No
     starts = range(0, len(blocks), step)
     for _ in map(piece, starts) if pool is None or len(starts) == 1 else pool.map(piece, starts):
         pass
-    return out.reshape(len(rows), -1)
 
 
 def _scale(blocks: Bytes, at: int) -> Floats:
@@ -43,11 +43,13 @@ def _scale(blocks: Bytes, at: int) -> Floats:
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """[n, 16] to [n, 32]: the lower halves of the bytes, then the upper ones."""
-    out = np.empty((len(packed), 32), np.uint8)
-    np.bitwise_and(packed, 15, out=out[:, :16])
-    np.right_shift(packed, 4, out=out[:, 16:])
-    return out
+    """[n, 16] to [n, 32]: the lower halves of the bytes, then the upper ones. Works on eight bytes at a time."""
+    words = np.ascontiguousarray(packed).view(np.uint64)
+    out = np.empty((len(packed), 4), np.uint64)
+    np.bitwise_and(words, LOW_HALVES, out=out[:, :2])
+    words >>= np.uint64(4)
+    np.bitwise_and(words, LOW_HALVES, out=out[:, 2:])
+    return out.view(np.uint8)
 
 
 def _q4_0(blocks: Bytes, out: Floats) -> None:

@@ -28,13 +28,15 @@ Weights = Iterator[tuple[str, Weight]]
 FLOAT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GGUF_FLOATS: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 SAFETENSORS_FLOATS: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+BUFFER = 1 << 22  # elements; tensors up to this size are dequantised in one place, whose pages are there already
 NAMED = 3  # tensors named in an error; the others are counted
 
 
 def weights(path: Path, spec: DecoderSpec, threads: int = 1) -> Weights:
     """Canonical name and values of each weight in `spec.weight_shapes()`; dequantises with `threads` threads.
 
-    Values stored as floats are views of the mapped file, read-only and never copied here. Raises StartupError at once
+    Values stored as floats are views of the mapped file, read-only; dequantised ones count until the next is asked
+    for. Raises StartupError at once
     for a missing, left-over or wrongly shaped tensor, which it names.
     """
     if is_gguf(path):
@@ -144,6 +146,7 @@ def _check_tied(
 def _gguf_weights(file: GGUFFile, names: Mapping[str, str], spec: DecoderSpec, threads: int) -> Weights:
     permuted = file.metadata["general.architecture"] == "llama"
     heads = {"q": spec.num_heads, "k": spec.num_kv_heads}
+    buffer = np.empty(BUFFER, np.float32)
     with file, ThreadPoolExecutor(threads, "dequantise") as pool:
         for name, tensor in file.tensors.items():
             canonical = names.get(name)
@@ -156,8 +159,11 @@ def _gguf_weights(file: GGUFFile, names: Mapping[str, str], spec: DecoderSpec, t
             if tensor.type.name in GGUF_FLOATS:
                 values = rows.view(GGUF_FLOATS[tensor.type.name]).reshape(tensor.shape)
                 yield canonical, np.require(values, requirements="A")
-            else:
-                yield canonical, dequantise(rows, tensor.type, pool).reshape(tensor.shape)
+                continue
+            size = math.prod(tensor.shape)
+            out = (buffer[:size] if size <= BUFFER else np.empty(size, np.float32)).reshape(tensor.shape)
+            dequantise(rows, tensor.type, out, pool)
+            yield canonical, out
 
 
 def _rows(file: GGUFFile, tensor: TensorInfo) -> NDArray[np.uint8]:
