@@ -476,6 +476,22 @@ def test_a_prompt_that_fills_the_pool_is_admitted_though_a_copy_would_need_one_b
     engine.assert_right()
 
 
+def test_the_source_of_a_copy_is_not_given_away_in_the_same_plan() -> None:
+    engine = Engine(num_blocks=4, block_size=4, hopeful=True)
+    for first in (1, 2):
+        engine.add([first] * 5, max_tokens=1)
+        engine.run()
+    one = engine.add([1, 1, 1, 3, 3, 3, 3, 3], max_tokens=1)
+    two = engine.add([2, 2, 2, 4], max_tokens=1)
+    plan = engine.schedule()
+    assert plan is not None
+    assert len(plan.admit) == 2
+    assert len(plan.copies) == 2  # the second has no room for a copy
+    engine.run()
+    assert (engine.cached[one], engine.cached[two]) == (3, 0)
+    engine.assert_right()
+
+
 # Case J5: the result does not depend on the budget.
 
 

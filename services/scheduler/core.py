@@ -401,6 +401,7 @@ class Scheduler:
         assert slots == list(range(self.max_running)), "slots differ from the running sequences"
         for seq in self.requests.values():
             assert not seq.finished
+            assert seq.status != Status.PREEMPTED or not seq.forks
             assert seq.total >= len(seq.tokens)
             assert seq.scheduled <= seq.total
             assert len(seq.tokens) < seq.max_len
