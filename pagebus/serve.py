@@ -5,16 +5,14 @@ The port is bound and the model found before anything is started, so that a mist
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +26,7 @@ from shared.flags import option, parse, to_argv
 from shared.hub import resolve
 from shared.listener import listen
 from shared.model_info import read_model_info
+from shared.phases import age
 
 POLL_SECONDS = 0.1  # between looks at /health while starting
 
@@ -119,7 +118,6 @@ class Startup:
     address: tuple[str, int]
     api: ApiConfig
     model: str
-    began: float = field(default_factory=time.monotonic)
 
     def look(self) -> bool:
         """Whether the server is ready; then prints how to use it."""
@@ -129,6 +127,8 @@ class Startup:
         return False
 
     def _healthy(self) -> bool:
+        import http.client  # while the children start, not before
+
         connection = http.client.HTTPConnection(_reachable(self.address[0]), self.address[1], timeout=2)
         try:
             connection.request("GET", "/health")
@@ -143,7 +143,7 @@ class Startup:
         url = f"http://{f'[{host}]' if ':' in host else host}:{self.address[1]}"
         body = json.dumps({"model": self.model, "messages": [{"role": "user", "content": "Say hi."}]})
         key = " -H 'Authorization: Bearer YOUR-KEY'" if self.api.api_key else ""
-        say(f"ready in {time.monotonic() - self.began:.1f} s at {url}")
+        say(f"ready in {age():.1f} s at {url}")
         print(
             f"\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
             f"  pagebus chat --url {url}\n",

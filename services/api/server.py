@@ -24,6 +24,7 @@ from shared.errors import EXIT_CONFIG, StartupError
 from shared.flags import option, parse
 from shared.listener import listen
 from shared.log import fail, setup
+from shared.phases import Phases
 
 log = logging.getLogger(__name__)
 LAST_WORDS_SECONDS = 1.0  # for the error events of streams that are cut off
@@ -82,6 +83,8 @@ async def serve(scheduler: str, config: ApiConfig, listener: socket.socket) -> N
 
     The first signal lets running requests go on for `shutdown_timeout` seconds, the second ends them at once.
     """
+    phases = Phases()
+    phases.end("imports")
     engine = EngineClient(scheduler)
     gateway = Gateway(engine, config)
     server = make_server(gateway)
@@ -103,7 +106,8 @@ async def serve(scheduler: str, config: ApiConfig, listener: socket.socket) -> N
     gc.freeze()  # what has been imported is here to stay: no collection need look at it
     try:
         host, port = listener.getsockname()[:2]
-        log.info("listening on %s:%s", host, port)
+        phases.end("gateway")
+        log.info("listening on %s:%s, started in %s", host, port, phases)
         await server.serve(sockets=[listener])
     finally:
         await engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -14,6 +15,7 @@ from shared.config import EngineConfig
 from shared.errors import EXIT_CONFIG, StartupError
 from shared.flags import option, parse
 from shared.model_info import read_model_info
+from shared.phases import Phases
 from shared.wake import on_stop
 
 
@@ -26,12 +28,18 @@ class BindConfig(msgspec.Struct, kw_only=True):
 def main(argv: Sequence[str]) -> int:
     """Runs the scheduler; returns the exit code."""
     log.setup("scheduler")
+    phases = Phases()
     place, engine = parse([BindConfig, EngineConfig], argv, prog="python -m services.scheduler")
+    phases.end("imports")
     try:
-        server = Server(place.bind, engine, read_model_info(engine))
+        model = read_model_info(engine)
+        phases.end("model files")
+        server = Server(place.bind, engine, model)
     except StartupError as error:
         log.fail(error)
         return EXIT_CONFIG
+    phases.end("bind")
+    logging.getLogger(__name__).info("started in %s", phases)
     on_stop(server.stop)
     server.run()
     return 0

@@ -13,6 +13,7 @@ import msgspec
 from shared import bus, log
 from shared.errors import EXIT_CONFIG, StartupError
 from shared.flags import option, parse
+from shared.phases import Phases
 from shared.wake import on_stop
 
 
@@ -31,8 +32,10 @@ def main(argv: Sequence[str]) -> int:
     from services.tokenizer.server import TokenizerServer
 
     avoid_torch()
+    phases = Phases()
+    phases.end("imports")
     try:
-        server = TokenizerServer(config.scheduler)
+        server = TokenizerServer(config.scheduler, phases)
     except StartupError as error:
         log.fail(error)
         return EXIT_CONFIG

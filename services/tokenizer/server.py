@@ -24,6 +24,7 @@ from shared.hub import resolve
 from shared.liveness import Membership
 from shared.log import fail
 from shared.messages import Decode, EncodeChat, EncodeText, Goodbye, Hello, Message, Unknown, Welcome
+from shared.phases import Phases
 from shared.wake import Wake
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,12 @@ Model = tuple[str, str, str, int]  # what decides which tokenizer is loaded
 class TokenizerServer:
     """One tokenizer. It serves on while the scheduler is away."""
 
-    def __init__(self, scheduler: str) -> None:
-        """Binds and connects. Raises StartupError for an address that cannot be used."""
+    def __init__(self, scheduler: str, phases: Phases | None = None) -> None:
+        """Binds and connects; `phases` are logged when the tokenizer is there.
+
+        Raises StartupError for an address that cannot be used.
+        """
+        self._phases = phases or Phases()
         identity = new_identity()
         self._router = RouterLink(tokenizer_endpoint(scheduler, identity.decode()))
         self._link = DealerLink(front(scheduler), identity)
@@ -137,10 +142,11 @@ class TokenizerServer:
     def _load(self, model: Model) -> None:
         name, revision, path, vocab_size = model
         try:
-            started = time.monotonic()
+            self._phases.end("waiting")
             here = Path(path) if Path(path).exists() else resolve(name, revision)
             calls: Calls | Exception = Calls(load(here, vocab_size))
-            log.info("loaded the tokenizer of %s in %.1f s", here.name, time.monotonic() - started)
+            self._phases.end("tokenizer")
+            log.info("loaded the tokenizer of %s, started in %s", here.name, self._phases)
         except Exception as error:
             calls = error
         self._loaded.append((model, calls))

@@ -16,6 +16,7 @@ from services.worker.server import Worker
 from shared import bus, log
 from shared.errors import EXIT_CONFIG, StartupError
 from shared.flags import option, parse
+from shared.phases import Phases
 from shared.wake import on_stop
 
 
@@ -39,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
         else:
             from services.worker.load import load
 
-            worker = Worker(config.scheduler, load)
+            phases = Phases()
+            phases.end("imports")
+            worker = Worker(config.scheduler, partial(load, phases=phases))
     except StartupError as error:
         log.fail(error)
         return EXIT_CONFIG

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from services.worker.backends import compute_threads, make_executor
@@ -15,6 +16,9 @@ from shared.hub import resolve
 from shared.messages import Plan, Result
 from shared.model_config import read_config
 from shared.model_info import ModelInfo
+from shared.phases import Phases
+
+log = logging.getLogger(__name__)
 
 
 class LoadedEngine:
@@ -36,8 +40,13 @@ class LoadedEngine:
         self._runner.reset()
 
 
-def load(engine: EngineConfig, model: ModelInfo, say: Say) -> LoadedEngine:
-    """Loads the model. Raises StartupError where it cannot; before any weight is read where the headers tell."""
+def load(engine: EngineConfig, model: ModelInfo, say: Say, phases: Phases | None = None) -> LoadedEngine:
+    """Loads the model, and logs what `phases` hold then.
+
+    Raises StartupError where it cannot; before any weight is read where the headers tell.
+    """
+    phases = phases or Phases()
+    phases.end("waiting")
     path = Path(model.path)
     if not path.exists():
         say(f"fetching {engine.model or 'the bundled model'}")
@@ -49,11 +58,15 @@ def load(engine: EngineConfig, model: ModelInfo, say: Say) -> LoadedEngine:
     blocks = num_blocks(
         engine, model, executor.block_bytes(), weight_bytes(path, model.dtype), memory.total, memory.available
     )
+    phases.end("headers")
     executor.load(told(tensors, spec.num_layers, say))
+    phases.end("weights")
     executor.allocate_kv(blocks)
     runner = Runner(executor, model, engine)
     say("warming up")
-    runner.warm_up(blocks)
+    runner.warm_up()
+    phases.end("warm-up")
+    log.info("started in %s", phases)
     return LoadedEngine(runner, blocks)
 
 

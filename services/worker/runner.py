@@ -13,8 +13,6 @@ from shared.config import EngineConfig
 from shared.messages import Plan, Result
 from shared.model_info import ModelInfo
 
-WARM_UP_TOKENS = 64
-
 
 class Runner:
     """Runs plans, in order, on an executor whose weights are loaded and whose KV cache is allocated."""
@@ -42,28 +40,15 @@ class Runner:
         """Frees all slots; what the KV cache holds no longer counts."""
         self._batch.clear()
 
-    def warm_up(self, num_blocks: int) -> float:
-        """Runs a short prefill and a decode step over the first of `num_blocks` blocks; returns seconds.
-
-        The first step pays for threads, kernels and pages that later ones find ready.
-        """
-        began = time.perf_counter()
-        block_size = self._config.block_size
-        blocks = min(num_blocks, -(-WARM_UP_TOKENS // block_size))
-        length = min(blocks * block_size, WARM_UP_TOKENS)
-        if length > 1:
-            self.executor.forward(_warm_up_step(0, length - 1, blocks))
-        self.executor.forward(_warm_up_step(length - 1, 1, blocks))
-        return time.perf_counter() - began
-
-
-def _warm_up_step(start: int, count: int, blocks: int) -> StepBatch:
-    """`count` rows of one sequence from position `start`."""
-    return StepBatch(
-        tokens=np.zeros(count, np.int32),
-        positions=np.arange(start, start + count, dtype=np.int32),
-        query_start=np.array([0, count], np.int32),
-        context_lens=np.array([start + count], np.int32),
-        block_tables=np.arange(blocks, dtype=np.int32)[None],
-        logit_rows=np.array([count - 1], np.int32),
-    )
+    def warm_up(self) -> None:
+        """Computes one token in the first block: what cannot run fails before the worker is ready."""
+        self.executor.forward(
+            StepBatch(
+                tokens=np.zeros(1, np.int32),
+                positions=np.zeros(1, np.int32),
+                query_start=np.array([0, 1], np.int32),
+                context_lens=np.ones(1, np.int32),
+                block_tables=np.zeros((1, 1), np.int32),
+                logit_rows=np.zeros(1, np.int32),
+            )
+        )
