@@ -71,7 +71,7 @@ class Generation:
         self._on_abort = on_abort
         self._fresh: dict[int, None] = {}  # indexes of samples with something to report, in order
         self._live = n
-        self._error: RequestError | None = None
+        self.error: RequestError | None = None  # why the request has failed
         self._waiter: asyncio.Future[None] | None = None
         self._wants_end = False
 
@@ -86,21 +86,26 @@ class Generation:
     async def __anext__(self) -> list[SampleDelta]:
         """Everything new since the last call, one delta per sample that has any."""
         while not self._fresh:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self._live == 0:
                 raise StopAsyncIteration
-            await self._wait(end=False)
-        fresh, self._fresh = self._fresh, {}
+            await self._news()
         samples = self.samples
-        return [samples[index].take() for index in fresh]
+        deltas = [samples[index].take() for index in self._fresh]
+        self._fresh.clear()
+        return deltas
 
     async def result(self) -> list[Sample]:
         """All samples once they have ended, without a wake-up per step. Raises RequestError."""
-        while self._live:
-            await self._wait(end=True)
-        if self._error is not None:
-            raise self._error
+        self._wants_end = True
+        try:
+            while self._live:
+                await self._news()
+        finally:
+            self._wants_end = False
+        if self.error is not None:
+            raise self.error
         return self.samples
 
     def abort(self) -> None:
@@ -128,7 +133,7 @@ class Generation:
     def fail(self, error: RequestError) -> None:
         """Engine side: the request has failed as a whole."""
         if self._live:
-            self._error = error
+            self.error = error
             self._close()
 
     def _close(self) -> None:
@@ -136,15 +141,12 @@ class Generation:
         self._wake()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
-    async def _wait(self, *, end: bool) -> None:
+    def _news(self) -> asyncio.Future[None]:
+        """Done at the next wake-up."""
         assert self._waiter is None, "a generation has one consumer"
-        self._wants_end = end
         self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-            self._wants_end = False
+        return self._waiter

@@ -54,7 +54,6 @@ class Job:
         self._generations: list[Generation] = []
         self._records: list[Record] = []
         self._prompt_tokens = sum(len(prompt) for prompt, _ in prompts)
-        self._failed: set[int] = set()
         try:
             for prompt, params in prompts:
                 self._generations.append(engine.generate(prompt, params, cache_salt=cache_salt))
@@ -74,20 +73,17 @@ class Job:
         prompt = self._prompt_tokens
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
-    async def deltas(self) -> AsyncIterator[list[SampleDelta]]:
-        """What is new, with the index of the choice in each delta. Raises RequestError."""
-        if len(self._generations) == 1:
-            record = self._records[0]
-            try:
-                async for deltas in self._generations[0]:
-                    record.deltas(deltas)
-                    yield deltas
-            except RequestError as error:
-                self._fail(0, error)
-                raise
+    def deltas(self) -> AsyncIterator[list[SampleDelta]]:
+        """What is new, with the index of the choice in each delta; `note` is to be told. Raises RequestError."""
+        return self._generations[0] if len(self._generations) == 1 else self._merged()
+
+    def note(self, deltas: list[SampleDelta]) -> None:
+        """Counts what `deltas` has yielded."""
+        if len(self._records) == 1:
+            self._records[0].deltas(deltas)
             return
-        async for deltas in self._merged():
-            yield deltas
+        for delta in deltas:
+            self._records[delta.index // self.n].deltas([delta])
 
     async def _merged(self) -> AsyncIterator[list[SampleDelta]]:
         """The deltas of several generations; what comes while the consumer is busy comes at once."""
@@ -97,14 +93,10 @@ class Job:
         async def follow(position: int) -> None:
             try:
                 async for deltas in self._generations[position]:
-                    self._records[position].deltas(deltas)
                     for delta in deltas:
                         delta.index += position * self.n
                     fresh.extend(deltas)
                     wake.set()
-            except RequestError as error:
-                self._fail(position, error)
-                raise
             finally:
                 wake.set()
 
@@ -133,30 +125,21 @@ class Job:
         found: list[Sample] = []
         for position, generation in enumerate(self._generations):
             record = self._records[position]
-            try:
-                async for deltas in generation:
-                    record.deltas(deltas)  # the first token's time; the rest needs no wake-up per step
-                    if not record.untouched:
-                        break
-                samples = await generation.result()
-            except RequestError as error:
-                self._fail(position, error)
-                raise
+            async for deltas in generation:
+                record.deltas(deltas)  # the first token's time; the rest needs no wake-up per step
+                if not record.untouched:
+                    break
+            samples = await generation.result()
             record.samples(samples)
             found += samples
         return found
 
-    def _fail(self, position: int, error: RequestError) -> None:
-        record = self._records[position]
-        if record.untouched and error.status != 500:
-            record.drop()
-        self._failed.add(position)
-
     def close(self) -> None:
         """Aborts what still runs, and counts every request with how it ended. Idempotent."""
-        for position, record in enumerate(self._records):
-            generation = self._generations[position]
-            if position in self._failed:
+        for record, generation in zip(self._records, self._generations, strict=False):
+            if (error := generation.error) is not None:
+                if record.untouched and error.status != 500:
+                    record.drop()
                 record.finish("error")
             elif all(sample.finish_reason for sample in generation.samples):
                 lengths = any(sample.finish_reason == "length" for sample in generation.samples)

@@ -162,14 +162,15 @@ class Record:
         self._open = True
 
     def deltas(self, deltas: list[SampleDelta]) -> None:
-        """New tokens, as they arrive."""
+        """New tokens, as they arrive; choice `i` is sample `i % n`."""
         now, tokens, latest = time.monotonic(), 0, self._last
         for delta in deltas:
             if count := len(delta.ids):
                 tokens += count
-                if last := latest[delta.index]:
+                sample = delta.index % self._n
+                if last := latest[sample]:
                     self._children.itl.observe((now - last) / count, count)
-                latest[delta.index] = now
+                latest[sample] = now
         self._add(tokens, now)
 
     def samples(self, samples: list[Sample]) -> None:

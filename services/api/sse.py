@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.types import Send
@@ -118,20 +118,25 @@ class EventStream:
         self._ping_seconds = ping_seconds
         self._clock = asyncio.get_running_loop().time
         self._last_write = self._clock()
-        self._turn = asyncio.Lock()  # held by `idle` while it writes; `run` is the only other writer
+        self._opening = asyncio.Lock()  # `run` and `idle` may both have something to write first
         self._writing = False
 
     async def run(self) -> None:
         """Sends everything. Raises RequestError when the engine does; before the first byte if `opened` is False."""
-        async for deltas in self._job.deltas():
-            if data := self._chunks.deltas(deltas, self._job):
-                await self._write(data)
-        last = self._chunks.usage(self._job.usage) if self._include_usage else b""
-        await self._write(last + DONE, more=False)
+        job, chunks, send = self._job, self._chunks, self._send
+        async for deltas in job.deltas():
+            job.note(deltas)
+            if data := chunks.deltas(deltas, job):
+                self._writing = True
+                await (send(_body(data)) if self.opened else self._open(data))
+                self._writing = False
+                self._last_write = self._clock()
+        last = chunks.usage(job.usage) if self._include_usage else b""
+        await self._end(last + DONE)
 
     async def fail(self, error: RequestError) -> None:
         """Ends an opened stream with an error event."""
-        await self._write(error_events(error), more=False)
+        await self._end(error_events(error))
 
     async def idle(self) -> float:
         """To be called now and then, never twice at once; returns in how many seconds again."""
@@ -140,25 +145,25 @@ class EventStream:
             return self._ping_seconds
         if self.opened and quiet < self._ping_seconds:
             return self._ping_seconds - quiet
-        async with self._turn:
-            await (self._body(PING) if self.opened else self._open(b""))
+        await (self._send(_body(PING)) if self.opened else self._open(b""))
+        self._last_write = self._clock()
         return self._ping_seconds
 
-    async def _write(self, data: bytes, *, more: bool = True) -> None:
-        if self._turn.locked():
-            async with self._turn:
-                pass
+    async def _open(self, data: bytes) -> None:
+        async with self._opening:
+            if not self.opened:
+                await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                data = self._chunks.opening(self._job.usage) + data
+                self.opened = True
+            if data:
+                await self._send(_body(data))
+
+    async def _end(self, data: bytes) -> None:
         self._writing = True
-        await (self._body(data, more=more) if self.opened else self._open(data, more=more))
-        self._writing = False
+        if not self.opened:
+            await self._open(b"")
+        await self._send(_body(data, more=False))
 
-    async def _open(self, data: bytes, *, more: bool = True) -> None:
-        await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        self.opened = True
-        data = self._chunks.opening(self._job.usage) + data
-        if data or not more:
-            await self._body(data, more=more)
 
-    async def _body(self, data: bytes, *, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        self._last_write = self._clock()
+def _body(data: bytes, *, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
