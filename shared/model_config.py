@@ -29,6 +29,7 @@ GGUF_INTEGERS = {
     "head_dim": "attention.key_length",
     "sliding_window": "attention.sliding_window",
 }
+GGUF_EOS = ("eos_token_id", "eot_token_id", "eom_token_id")
 GGUF_YARN = {
     "original_max_position_embeddings": "original_context_length",
     "beta_fast": "yarn_beta_fast",
@@ -211,12 +212,19 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "eos_token_id": _gguf_eos(meta),
         "use_sliding_window": bool(values["sliding_window"]),
         "max_window_layers": 0,
     }
     config = ModelConfig(values, str(file.path), words=words)
     values["rope_parameters"] = _gguf_rope(meta, f"{name}.rope.", config.head_dim, file.floats("rope_freqs.weight"))
     return config
+
+
+def _gguf_eos(meta: ModelConfig) -> list[int]:
+    """The ids that end a sequence or a turn."""
+    keys = [f"tokenizer.ggml.{key}" for key in GGUF_EOS]
+    return sorted({meta.integer(key, minimum=0) for key in keys if key in meta.values})
 
 
 def _uniform(meta: ModelConfig, key: str) -> Any:

@@ -10,13 +10,11 @@ import msgspec
 
 from shared.config import EngineConfig
 from shared.errors import StartupError
-from shared.gguf_file import GGUFFile
 from shared.model_config import ModelConfig, is_gguf, read_config, read_json
 from shared.safetensors_file import read_header, weight_files
 
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float32"}
 SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
-GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 class ModelInfo(msgspec.Struct, kw_only=True):
@@ -47,7 +45,7 @@ def read_model_info(config: EngineConfig) -> ModelInfo:
         architecture=model.architecture,
         vocab_size=model.integer("vocab_size"),
         max_model_len=max_model_len(model, config.max_model_len),
-        eos_token_ids=gguf_eos_token_ids(path) if is_gguf(path) else eos_token_ids(path, model),
+        eos_token_ids=eos_token_ids(path, model),
         dtype=config.dtype if config.dtype != "auto" else checkpoint_dtype(path, model),
         created=int(path.stat().st_mtime),
     )
@@ -83,7 +81,10 @@ def _stored_dtype(path: Path) -> str:
 
 
 def eos_token_ids(path: Path, model: ModelConfig) -> list[int]:
-    """The ids that end a sequence: all that config.json, generation_config.json and tokenizer_config.json name."""
+    """The ids that end a sequence: all that config.json, generation_config.json and tokenizer_config.json name.
+
+    A GGUF file, which has none of these beside it, names all of its own in its configuration.
+    """
     ids = _token_ids(model, "eos_token_id")
     generation = _optional(path / "generation_config.json")
     if generation is not None:
@@ -95,14 +96,6 @@ def eos_token_ids(path: Path, model: ModelConfig) -> list[int]:
         if isinstance(text, str):
             ids |= _lookup(path, tokenizer, text)
     return sorted(ids)
-
-
-def gguf_eos_token_ids(path: Path) -> list[int]:
-    """The ids that end a sequence or a turn, as a GGUF file names them."""
-    with GGUFFile(path) as file:
-        keys = [f"tokenizer.ggml.{key}" for key in GGUF_EOS_KEYS]
-        meta = ModelConfig(file.metadata, str(path))
-        return sorted({meta.integer(key, minimum=0) for key in keys if key in file.metadata})
 
 
 def _optional(path: Path) -> ModelConfig | None:

@@ -56,7 +56,7 @@ def load(engine: EngineConfig, model: ModelInfo, say: Say, phases: Phases | None
     tensors = weights(path, spec, compute_threads(engine))
     memory = read_memory()
     blocks = num_blocks(
-        engine, model, executor.block_bytes(), weight_bytes(path, model.dtype), memory.total, memory.available
+        engine, model, executor.block_bytes(), weight_bytes(spec, model.dtype), memory.total, memory.available
     )
     phases.end("headers")
     executor.load(told(tensors, spec.num_layers, say))

@@ -54,14 +54,9 @@ def weights(path: Path, spec: DecoderSpec, threads: int = 1) -> Weights:
     return _safetensors_weights(entries, names, spec.tie_embeddings)
 
 
-def weight_bytes(path: Path, dtype: str | None = None) -> int:
-    """Bytes of the checkpoint's tensors held as `dtype`, or as stored; reads headers only. Raises StartupError."""
-    if is_gguf(path):
-        with GGUFFile(path) as file:
-            found = [(math.prod(tensor.shape), tensor.size) for tensor in file.tensors.values()]
-    else:
-        found = [(math.prod(entry.shape), entry.size) for _, entry in _entries(weight_files(path)).values()]
-    return sum(size if dtype is None else elements * FLOAT_SIZES[dtype] for elements, size in found)
+def weight_bytes(spec: DecoderSpec, dtype: str) -> int:
+    """Bytes of the model's weights held as `dtype`."""
+    return sum(map(math.prod, spec.weight_shapes().values())) * FLOAT_SIZES[dtype]
 
 
 def _entries(files: list[Path]) -> dict[str, tuple[Path, Entry]]:
