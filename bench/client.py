@@ -183,7 +183,7 @@ class Client:
         with urlopen(f"{self.url}/v1/models", timeout=10) as answer:
             return str(json.load(answer)["data"][0]["id"])
 
-    async def complete(self, prompt: list[int], output_tokens: int) -> Outcome:
+    async def complete(self, prompt: list[int] | str, output_tokens: int) -> Outcome:
         """Streams one greedy completion of exactly `output_tokens`. An error is in the outcome."""
         body = {
             "model": self.model,
