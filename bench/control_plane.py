@@ -36,6 +36,7 @@ from bench.swarm import Swarm, Tally
 STREAMS = {1: 1000, 32: 1000, 256: 400, 1024: 128}  # output tokens of each
 BURST = (64, 16)  # requests at once, and output tokens of each, where requests are what is counted
 CONTROL = ("api", "tokenizer", "scheduler")
+FEW_BLOCKS = 1024  # so that the prefix cache is full, and the scheduler as large as it gets, after a few requests
 STATS_SECONDS = 1.2  # by then the scheduler has told its figures
 START_SECONDS = 60.0
 
@@ -67,6 +68,8 @@ def stack(options: argparse.Namespace) -> Iterator[Stack]:
             port = probe.getsockname()[1]
         engine = ["--bind", f"ipc://{folder}", "--max-num-seqs", "1024", "--max-num-batched-tokens", "8192"]
         engine += ["--max-model-len", str(options.max_model_len), "--model", options.model]
+        if options.abandon:
+            engine += ["--num-gpu-blocks-override", str(FEW_BLOCKS)]
         commands = [("scheduler", engine), ("worker", [*place, "--null", "--null-step-ms", str(options.step_ms)])]
         commands += [("tokenizer", place)] * options.tokenizers
         commands += [("api", [*place, "--port", str(port), "--max-concurrent-requests", "4096"])]
@@ -158,11 +161,12 @@ def summary(
 
 
 def abandon(stack: Stack, count: int) -> dict[str, Any]:
-    """Clients that leave at the first bytes: what the processes hold after a tenth of them, and after all."""
+    """Clients that leave at the first bytes: what the processes hold after a fifth of them, and after all."""
     swarm = Swarm("127.0.0.1", stack.port)
     report: dict[str, Any] = {"abandoned": count}
-    for name, share in (("first", count // 10), ("last", count - count // 10)):
-        swarm.leave_early([request(i, 1000) for i in range(share)], 50)
+    requests = [request(i, 1000) for i in range(count)]
+    for name, share in (("after_a_fifth", requests[: count // 5]), ("after_all", requests[count // 5 :])):
+        swarm.leave_early(share, 50)
         running = stack.figures()["vllm:num_requests_running"]
         report[name] = {
             "running": running,
@@ -189,10 +193,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "core µs/step": "scheduler_core_us_per_step",
         "loop ns": "loop_ns",
     }
-    lines = ["  ".join(columns)]
+    widths = {title: max(8, len(title)) for title in columns}
+    lines = ["  ".join(f"{title:>{width}}" for title, width in widths.items())]
     for row in rows:
         flat = row | {f"cpu_us_per_token.{role}": value for role, value in row["cpu_us_per_token"].items()}
-        lines.append("  ".join(f"{flat[key]:>{len(title)}}" for title, key in columns.items()))
+        lines.append("  ".join(f"{flat[key]:>{widths[title]}}" for title, key in columns.items()))
     return "\n".join(lines)
 
 

@@ -74,6 +74,8 @@ class Swarm:
     def _read(self, stream: _Stream, tally: Tally) -> bool:
         """Takes what has come; True at the end of the answer."""
         data = stream.socket.recv(READ)
+        if not stream.tail and not data.startswith(b"HTTP/1.1 200 "):
+            raise RuntimeError(f"the server refused: {data!r}")
         tail = stream.tail = stream.tail[-TAIL:] + data
         tally.reads += 1
         tally.events += data.count(b"data: ")
