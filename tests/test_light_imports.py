@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from services.worker.backends import native_unavailable
+from tests.model_factory import tiny_tokenizer
 
 HEAVY = {"torch", "transformers", "huggingface_hub", "gguf", "yaml", "safetensors"}
 
@@ -32,8 +34,20 @@ MORE = {"launcher": {"numpy", "zmq", "http.client"}, "scheduler": {"numpy"}, "ap
 def test_no_heavy_imports(process: str) -> None:
     if process == "worker" and native_unavailable():
         pytest.skip("the reference backend runs on torch")
-    script = START[process] + "\nimport sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
-    assert loaded, done.stderr
-    assert not loaded & (HEAVY | MORE.get(process, set()))
+    assert not imported(START[process]) & (HEAVY | MORE.get(process, set()))
+
+
+def test_a_folder_that_needs_no_transformers(tmp_path: Path) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    script = (
+        "import sys; from pathlib import Path; from services.tokenizer.loading import load; load(Path(sys.argv[1]))"
+    )
+    assert not imported(script, str(tmp_path)) & HEAVY
+
+
+def imported(script: str, *arguments: str) -> set[str]:
+    """The modules of a process that has run the script."""
+    command = [sys.executable, "-c", f"{script}\nimport sys; print(*sys.modules)", *arguments]
+    loaded = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert "shared" in loaded
+    return loaded

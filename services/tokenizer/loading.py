@@ -10,6 +10,7 @@ from typing import Any
 
 from services.tokenizer.codec import Codec, fast_codec, slow_codec
 from services.tokenizer.gguf_tokenizer import build
+from services.tokenizer.plain_folder import read_plain_folder
 from shared.errors import StartupError
 from shared.gguf_file import GGUFFile
 
@@ -37,6 +38,9 @@ def avoid_torch() -> None:
 def _from_folder(path: Path, vocab_size: int) -> Codec:
     if not any(next(path.glob(pattern), None) for pattern in TOKENIZER_FILES):
         raise StartupError(f"{path}: holds no tokenizer (tokenizer.json, tokenizer_config.json, tokenizer.model ...)")
+    plain = read_plain_folder(path)
+    if plain is not None:
+        return fast_codec(plain.tokenizer, plain.special_tokens, plain.chat_templates, vocab_size)
     from transformers import AutoTokenizer
 
     try:

@@ -20,6 +20,7 @@ from services.tokenizer.loading import load
 from shared.addresses import front, tokenizer_endpoint
 from shared.bus import DealerLink, Link, RouterLink, Waiter, new_identity
 from shared.errors import EXIT_CONFIG, StartupError
+from shared.garbage import settle
 from shared.hub import resolve
 from shared.liveness import Membership
 from shared.log import fail
@@ -163,6 +164,7 @@ class TokenizerServer:
             self._exit = 1
         else:
             self._calls = calls
+            settle()
             self._announce(self._router.address)
 
     def _announce(self, address: str) -> None:
