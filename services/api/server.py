@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import importlib.util
 import logging
 import signal
@@ -22,6 +21,7 @@ from shared.api_config import ApiConfig
 from shared.engine import EngineClient
 from shared.errors import EXIT_CONFIG, StartupError
 from shared.flags import option, parse
+from shared.garbage import settle
 from shared.listener import listen
 from shared.log import fail, setup
 from shared.phases import Phases
@@ -103,7 +103,7 @@ async def serve(scheduler: str, config: ApiConfig, listener: socket.socket) -> N
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     await engine.start()
-    gc.freeze()  # what has been imported is here to stay: no collection need look at it
+    settle()
     try:
         host, port = listener.getsockname()[:2]
         phases.end("gateway")

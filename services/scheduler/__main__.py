@@ -14,6 +14,7 @@ from shared import log
 from shared.config import EngineConfig
 from shared.errors import EXIT_CONFIG, StartupError
 from shared.flags import option, parse
+from shared.garbage import settle
 from shared.model_info import read_model_info
 from shared.phases import Phases
 from shared.wake import on_stop
@@ -41,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     phases.end("bind")
     logging.getLogger(__name__).info("started in %s", phases)
     on_stop(server.stop)
+    settle()
     server.run()
     return 0
 
