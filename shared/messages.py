@@ -267,7 +267,7 @@ class Stats(Message):
     parked: int  # requests waiting for any group
     tokenizers: int
     workers: int
-    schedule_seconds: float = 0.0  # counter: time spent in the scheduler core
+    schedule_seconds: float = 0.0  # counter: CPU time spent in the scheduler core
     progress: str = ""  # what loading workers report, for people
 
 

@@ -91,7 +91,7 @@ class EngineCollector(Collector):
         for name, (text, value) in WHOLE.items():
             yield GaugeMetricFamily(name, text, value(state.stats))
         yield CounterMetricFamily(
-            "pagebus:schedule_seconds", "Time spent in the scheduler's core.", state.stats.schedule_seconds
+            "pagebus:schedule_seconds", "CPU time spent in the scheduler's core.", state.stats.schedule_seconds
         )
         yield self._cache_config(model, groups)
 

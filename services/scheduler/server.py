@@ -65,7 +65,7 @@ class Server:
         self._news = False  # what the apis were told last is not all
         self._next_beat = 0.0
         self._plan_at = float("inf")  # when there may be another plan to send
-        self._core_seconds = 0.0
+        self._core_seconds = 0.0  # of CPU
         self._stopping = False
 
     def stop(self) -> None:
@@ -113,8 +113,9 @@ class Server:
             if (at := clock.next_plan_at()) > now:
                 self._plan_at = min(self._plan_at, at)
                 continue
+            began = time.thread_time()
             plan = group.scheduler.schedule(now)
-            self._core_seconds += time.monotonic() - now
+            self._core_seconds += time.thread_time() - began
             if plan is not None:
                 clock.sent(now)
                 self._tell_ranks(group, plan)
@@ -169,18 +170,18 @@ class Server:
             for request in message.requests:
                 self._submit(peer, request, now)
         elif isinstance(message, Abort):
-            began = time.monotonic()
+            began = time.thread_time()
             self._groups.abort(peer, message.ids)
-            self._core_seconds += time.monotonic() - began
+            self._core_seconds += time.thread_time() - began
 
     def _submit(self, peer: bytes, request: Request, now: float) -> None:
-        began = time.monotonic()
+        began = time.thread_time()
         problem = self._invalid(request)
         if problem:
             answer: Delta | Rejected | None = Rejected(request.id, request.attempt, "invalid", problem)
         else:
             answer = self._groups.submit(peer, request, now)
-        self._core_seconds += time.monotonic() - began
+        self._core_seconds += time.thread_time() - began
         if answer is not None:
             self._reply([(peer, answer)])
 
@@ -212,13 +213,13 @@ class Server:
         group = self._groups.find(worker, result.epoch)
         if group is None or group.scheduler is None or worker != group.ranks[0]:
             return  # of a time gone by, or a rank whose answer is the same
-        began = time.monotonic()
+        began = time.thread_time()
         try:
             deltas = group.scheduler.update(result.step, result.tokens, result.seconds)
         except ValueError as error:
             log.warning("ignoring a result of %s: %s", self._roster.name(worker), error)
             return
-        self._core_seconds += time.monotonic() - began
+        self._core_seconds += time.thread_time() - began
         self._deadlines.of(result.epoch).done(now)
         for peer, items in deltas.items():
             self._deltas.setdefault(peer, []).extend(items)
