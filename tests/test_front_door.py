@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.fidelity.oracle import greedy_ids, smollm2_oracle
+from tests.fidelity.oracle import greedy_ids, smollm2_oracle, smollm2_tokenizer
 from tests.stack import Stack, serving, wait_until
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -19,24 +19,23 @@ QUESTIONS = [
     "Say hi.",
     "What is the capital of France?",
     "Write one sentence about the sea.",
-    "List three colours, and for each of them a fruit that has it. " * 6,
+    "List three colours, and for each of them a fruit that has it. " * 3,
 ]
-SMALL_POOL = ("--num-gpu-blocks-override", "96")
+CHAT = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
 CONFIGURATIONS = {
     "default": (),
-    "chunks-of-16": ("--max-num-batched-tokens", "16"),
-    "cache-off": ("--no-enable-prefix-caching",),
-    "chunking-off": ("--no-enable-chunked-prefill",),
-    "preempting": SMALL_POOL,
-    "block-size-5": ("--block-size", "5"),
-    "reference": ("--backend", "reference"),
-    "two-workers": ("--workers", "2", "--api-replicas", "2"),
+    "chunks-of-16-cache-off": ("--max-num-batched-tokens", "16", "--no-enable-prefix-caching"),
+    "chunking-off-two-workers": ("--no-enable-chunked-prefill", "--workers", "2", "--api-replicas", "2"),
+    "preempting-blocks-of-5": ("--num-gpu-blocks-override", "100", "--block-size", "5", "--max-model-len", "400"),
 }
 
 
 def chat(question: str, **fields: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": question}]
-    return {"messages": messages, "max_tokens": 24, "temperature": 0, **fields}
+    return {"messages": messages, "max_tokens": 16, "temperature": 0, **fields}
 
 
 def ask(stack: Stack, body: dict[str, Any], path: str = "/v1/chat/completions") -> dict[str, Any]:
@@ -52,18 +51,17 @@ def text_of(reply: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def expected() -> dict[str, str]:
     """The greedy answer of transformers in float32 to each question."""
-    model, tokenizer = smollm2_oracle()
+    model, tokenizer = smollm2_oracle(), smollm2_tokenizer()
     answers = {}
     for question in QUESTIONS:
-        messages = [{"role": "user", "content": question}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        answers[question] = tokenizer.decode(greedy_ids(model, ids, 24), skip_special_tokens=True)
+        ids = tokenizer.encode(CHAT.format(question)).ids
+        answers[question] = tokenizer.decode(greedy_ids(model, ids, 16), skip_special_tokens=True)
     return answers
 
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS)
 def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
-    with serving("--dtype", "float32", "--max-model-len", "1024", *CONFIGURATIONS[request.param]) as running:
+    with serving("--max-model-len", "1024", "--dtype", "float32", *CONFIGURATIONS[request.param]) as running:
         running.name = request.param  # type: ignore[attr-defined]
         yield running
 
@@ -78,24 +76,26 @@ async def together(url: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any
 def test_greedy_text_equals_transformers_alone_in_a_batch_cold_and_warm(stack: Stack, expected: dict[str, str]) -> None:
     cold = [text_of(ask(stack, chat(question))) for question in QUESTIONS]
     assert cold == [expected[question] for question in QUESTIONS]
-    batch = asyncio.run(together(stack.url, [chat(question) for question in QUESTIONS * 8]))
-    assert [text_of(reply) for reply in batch] == cold * 8
+    batch = asyncio.run(together(stack.url, [chat(question) for question in QUESTIONS * 4]))
+    assert [text_of(reply) for reply in batch] == cold * 4
 
 
 def test_seeded_sampling_does_not_depend_on_company(stack: Stack) -> None:
-    bodies = [chat(QUESTIONS[i % 4], temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=i) for i in range(24)]
-    alone = [text_of(ask(stack, body)) for body in bodies[:4]]
+    bodies = [chat(QUESTIONS[i % 4], temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=i) for i in range(12)]
+    alone = [text_of(ask(stack, body)) for body in bodies[:3]]
     batch = [text_of(reply) for reply in asyncio.run(together(stack.url, bodies))]
-    assert batch[:4] == alone
-    assert len(set(batch)) > 12
+    assert batch[:3] == alone
+    assert len(set(batch)) > 6
 
 
-def test_preemption_happened_where_it_should(stack: Stack) -> None:
-    long = [chat(f"{i} " + QUESTIONS[3], max_tokens=96, ignore_eos=True) for i in range(16)]
+def test_preemption_changes_nothing(stack: Stack) -> None:
+    if "preempting" not in stack.name:  # type: ignore[attr-defined]
+        pytest.skip("the pool is too large for it")
+    # Outputs longer than those before, which admission could not foresee.
+    long = [chat(f"{i} " + QUESTIONS[2], max_tokens=160, min_tokens=160) for i in range(6)]
     batch = [text_of(reply) for reply in asyncio.run(together(stack.url, long))]
-    assert [text_of(ask(stack, body)) for body in long[::5]] == batch[::5]
-    if stack.name == "preempting":  # type: ignore[attr-defined]
-        assert stack.metric("vllm:num_preemptions_total") > 0
+    assert stack.metric("vllm:num_preemptions_total") > 0
+    assert [text_of(ask(stack, body)) for body in long[::3]] == batch[::3]
     stack.wait_idle()
 
 
@@ -108,7 +108,7 @@ def one() -> Iterator[Stack]:
 def test_cached_tokens_are_reported_down_to_one_token(one: Stack) -> None:
     prompts = {n: list(range(1000 + n, 1000 + 2 * n)) for n in (15, 16, 17, 31, 32, 33, 64, 65)}
     for length, prompt in prompts.items():
-        body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        body = {"prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
         replies = [ask(one, body, "/v1/completions") for _ in range(3)]
         assert len({reply["choices"][0]["text"] for reply in replies}) == 1
         cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies]

@@ -19,6 +19,7 @@ from services.worker.reference import as_tensor
 from services.worker.spec import DecoderSpec
 from shared.errors import StartupError
 from shared.model_config import read_config
+from tests.fidelity.oracle import smollm2_oracle
 from tests.model_factory import KINDS, smollm2, tiny_model, to_gguf
 
 Tensors = dict[str, torch.Tensor]
@@ -80,11 +81,7 @@ def edit(models: dict[str, Path], tmp_path: Path) -> Edit:
 
 @pytest.fixture(scope="module")
 def transformers_smollm2() -> Tensors:
-    from transformers import AutoModelForCausalLM
-
-    file = smollm2()
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    return {name: weight for name, weight in model.named_parameters()}  # noqa: C416
+    return dict(smollm2_oracle().named_parameters())
 
 
 def test_the_bundled_model_is_dequantised_as_transformers_does(transformers_smollm2: Tensors) -> None:

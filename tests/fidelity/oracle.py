@@ -5,18 +5,26 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from services.tokenizer.gguf_tokenizer import build
+from shared.gguf_file import GGUFFile
 from tests.model_factory import smollm2
 
 
 @functools.cache
-def smollm2_oracle() -> tuple[Any, Any]:
-    """The transformers model and tokenizer, out of the GGUF file; loaded once per test run."""
+def smollm2_oracle() -> Any:
+    """The transformers model, out of the GGUF file; loaded once per test run, as it takes half a minute."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     path = smollm2()
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+
+
+@functools.cache
+def smollm2_tokenizer() -> Any:
+    """The `tokenizers.Tokenizer` of the bundled model."""
+    with GGUFFile(smollm2()) as file:
+        return build(file.metadata).tokenizer
 
 
 def greedy_ids(model: Any, prompt: list[int], max_tokens: int) -> list[int]:

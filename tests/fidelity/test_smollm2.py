@@ -29,7 +29,7 @@ SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=200, seed=7, max_toke
 
 @pytest.fixture(scope="session")
 def oracle() -> Any:
-    return smollm2_oracle()[0]
+    return smollm2_oracle()
 
 
 @pytest.fixture(scope="session", params=BACKENDS)
