@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-YOUNG = 50_000  # objects made and not yet gone, from which on the young ones are looked through
+YOUNG = 10_000  # objects made and not yet gone, from which on the young ones are looked through
 
 
 def settle() -> None:
@@ -14,4 +14,4 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG, 20, 20)
+    gc.set_threshold(YOUNG, 10, 10)
