@@ -19,6 +19,7 @@ check: $(VENV)/check.done
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/cpu/*.hpp csrc/cpu/*.inc)
 	$(BIN)/python tools/check_imports.py
+	$(BIN)/python tools/list_modules.py --check
 
 docker:
 	tools/try_compose.sh
