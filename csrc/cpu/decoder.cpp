@@ -220,6 +220,7 @@ void Decoder::reserve(int64_t rows) {
   capacity_ = round_up(rows, 64);
   const auto make = [&](int64_t floats) { return Memory(size_t(capacity_ * floats) * 4, true); };
   hidden_ = make(ld_hidden_);
+  last_ = make(ld_hidden_);
   normed_ = make(ld_hidden_);
   qkv_ = make(ld_qkv_);
   q_ = make(config_.num_heads * cache_.padded_dim);
@@ -241,28 +242,50 @@ void Decoder::embed(const Batch& b) {
   });
 }
 
-void Decoder::run_layer(const Layer& layer, int index) {
+// Writes the rows' keys and values of a layer, and attends: hidden to attn.
+void Decoder::attend(const Layer& layer, int index) {
   const DecoderConfig& c = config_;
-  const int64_t rows = step_.rows;
   const int group = int(c.num_heads / c.num_kv_heads), rope_dim = int(2 * c.inv_freq.size());
-  float *h = hidden_.floats(), *x = normed_.floats(), *qkv = qkv_.floats(), *q = q_.floats(), *attn = attn_.floats();
-  float* mlp = mlp_.floats();
-  engine_.rms_norm(h, ld_hidden_, layer.attn_norm, x, ld_hidden_, rows, c.hidden_size, c.norm_eps);
-  engine_.gemm({&layer.qkv, x, ld_hidden_, qkv, ld_qkv_, Epilogue::store}, rows);
+  float *x = normed_.floats(), *qkv = qkv_.floats(), *q = q_.floats(), *attn = attn_.floats();
+  engine_.rms_norm(hidden_.floats(), ld_hidden_, layer.attn_norm, x, ld_hidden_, step_.rows, c.hidden_size, c.norm_eps);
+  engine_.gemm({&layer.qkv, x, ld_hidden_, qkv, ld_qkv_, Epilogue::store}, step_.rows);
   engine_.rope({&step_, &cache_, qkv, ld_qkv_, q, group, index, rope_dim, cos_.floats(), sin_.floats(), layer.q_norm,
                 layer.k_norm, c.norm_eps, c.attention_scale});
   attention_.run(engine_, {&step_, &cache_, q, attn, ld_attn_, group, index, c.windows[size_t(index)], 0, nullptr});
+}
+
+// The rest of a layer, which looks at each row alone.
+void Decoder::project(const Layer& layer, float* h, const float* attn, int64_t rows) {
+  const DecoderConfig& c = config_;
+  float *x = normed_.floats(), *mlp = mlp_.floats();
   engine_.gemm({&layer.o, attn, ld_attn_, h, ld_hidden_, Epilogue::add}, rows);
   engine_.rms_norm(h, ld_hidden_, layer.mlp_norm, x, ld_hidden_, rows, c.hidden_size, c.norm_eps);
   engine_.gemm({&layer.gate_up, x, ld_hidden_, mlp, ld_mlp_, Epilogue::silu_mul}, rows);
   engine_.gemm({&layer.down, mlp, ld_mlp_, h, ld_hidden_, Epilogue::add}, rows);
 }
 
+// After the last layer's attention only the rows whose logits are wanted go on; qkv's memory is free for them.
+void Decoder::finish(std::span<const int32_t> wanted, float* logits) {
+  const DecoderConfig& c = config_;
+  float *h = last_.floats(), *attn = qkv_.floats(), *x = normed_.floats();
+  for (size_t begin = 0; begin < wanted.size(); begin += size_t(capacity_)) {
+    const auto rows = wanted.subspan(begin, std::min(size_t(capacity_), wanted.size() - begin));
+    const auto count = int64_t(rows.size());
+    for (int64_t r = 0; r < count; ++r) {
+      std::copy_n(hidden_.floats() + rows[size_t(r)] * ld_hidden_, c.hidden_size, h + r * ld_hidden_);
+      std::copy_n(attn_.floats() + rows[size_t(r)] * ld_attn_, c.num_heads * c.head_dim, attn + r * ld_attn_);
+    }
+    project(layers_.back(), h, attn, count);
+    engine_.rms_norm(h, ld_hidden_, final_norm_, x, ld_hidden_, count, c.hidden_size, c.norm_eps);
+    float* to = logits + int64_t(begin) * c.vocab_size;
+    engine_.gemm({&head_, x, ld_hidden_, to, c.vocab_size, Epilogue::store}, count);
+  }
+}
+
 void Decoder::forward(const Batch& b, float* logits) {
   const std::lock_guard lock(mutex_);
   check(b);
-  const auto rows = int64_t(b.tokens.size()), sequences = int64_t(b.context_lens.size()),
-             wanted = int64_t(b.logit_rows.size());
+  const auto rows = int64_t(b.tokens.size()), sequences = int64_t(b.context_lens.size());
   if (!rows) return;
   const DefaultFloatMode float_mode;
   reserve(rows);
@@ -276,17 +299,11 @@ void Decoder::forward(const Batch& b, float* logits) {
   rope_table(engine_.pool(), b.positions.data(), rows, config_.inv_freq, config_.attention_factor, cos_.floats(),
              sin_.floats());
   embed(b);
-  for (size_t i = 0; i < layers_.size(); ++i) run_layer(layers_[i], int(i));
-
-  float* x = normed_.floats();
-  for (int64_t begin = 0; begin < wanted; begin += capacity_) {
-    const int64_t count = std::min(capacity_, wanted - begin);
-    for (int64_t r = 0; r < count; ++r)
-      engine_.rms_norm(hidden_.floats() + b.logit_rows[size_t(begin + r)] * ld_hidden_, ld_hidden_, final_norm_,
-                       x + r * ld_hidden_, ld_hidden_, 1, config_.hidden_size, config_.norm_eps);
-    engine_.gemm({&head_, x, ld_hidden_, logits + begin * config_.vocab_size, config_.vocab_size, Epilogue::store},
-                 count);
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    attend(layers_[i], int(i));
+    if (i + 1 < layers_.size()) project(layers_[i], hidden_.floats(), attn_.floats(), rows);
   }
+  finish(b.logit_rows, logits);
 }
 
 }  // namespace pagebus

@@ -69,7 +69,9 @@ class Decoder {
   void check(const Batch& batch) const;
   void reserve(int64_t rows);
   void embed(const Batch& batch);
-  void run_layer(const Layer& layer, int index);
+  void attend(const Layer& layer, int index);
+  void project(const Layer& layer, float* hidden, const float* attn, int64_t rows);
+  void finish(std::span<const int32_t> wanted, float* logits);
 
   DecoderConfig config_;
   Engine engine_;
@@ -87,7 +89,7 @@ class Decoder {
   StepRows step_{};
   AttentionPlan attention_;
   int64_t capacity_ = 0, ld_hidden_ = 0, ld_qkv_ = 0, ld_attn_ = 0, ld_mlp_ = 0;
-  Memory hidden_, normed_, qkv_, q_, attn_, mlp_, cos_, sin_;
+  Memory hidden_, last_, normed_, qkv_, q_, attn_, mlp_, cos_, sin_;
   std::vector<int32_t> sequence_;
 };
 
