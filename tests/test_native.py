@@ -277,7 +277,7 @@ class Sequence:
 
 
 def logits_of(runner, batch: StepBatch) -> torch.Tensor:
-    return torch.from_numpy(runner.forward(batch))
+    return torch.from_numpy(runner.forward(batch).copy())  # they are the executor's until its next step
 
 
 def step(runner, parts: list[tuple[Sequence, int]]) -> None:

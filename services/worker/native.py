@@ -52,6 +52,7 @@ class NativeExecutor:
         self.spec = spec
         self.dtype = dtype
         self._missing = dict(spec.weight_shapes())
+        self._logits: Logits = np.empty((0, spec.vocab_size), np.float32)  # kept, as fresh pages are slow to write
         try:
             self._decoder = _cpu.Decoder(
                 vocab_size=spec.vocab_size,
@@ -124,7 +125,10 @@ class NativeExecutor:
         """Runs one step; returns the logits [R, vocab]. Raises ValueError for a batch that is not one."""
         if self._missing:
             raise ValueError("the weights are not loaded")
-        logits = np.empty((len(batch.logit_rows), self.spec.vocab_size), np.float32)
+        rows = len(batch.logit_rows)
+        if len(self._logits) < rows:
+            self._logits = np.empty((rows, self.spec.vocab_size), np.float32)
+        logits = self._logits[:rows]
         self._decoder.forward(
             batch.tokens,
             batch.positions,

@@ -125,7 +125,7 @@ def all_logits(executor: Executor, ids: list[int], chunk: int = 1 << 20, seed: i
             block_tables=np.array([blocks], np.int32),
             logit_rows=np.arange(n, dtype=np.int32),
         )
-        parts.append(torch.from_numpy(executor.forward(step)))
+        parts.append(torch.from_numpy(executor.forward(step).copy()))
     return torch.cat(parts)
 
 
