@@ -68,6 +68,7 @@ def stack(options: argparse.Namespace) -> Iterator[Stack]:
             port = probe.getsockname()[1]
         engine = ["--bind", f"ipc://{folder}", "--max-num-seqs", "1024", "--max-num-batched-tokens", "8192"]
         engine += ["--max-model-len", str(options.max_model_len), "--model", options.model]
+        engine += ["--max-step-ms", "0"]  # a null worker's steps teach nothing about prompts
         if options.abandon:
             engine += ["--num-gpu-blocks-override", str(FEW_BLOCKS)]
         commands = [("scheduler", engine), ("worker", [*place, "--null", "--null-step-ms", str(options.step_ms)])]
