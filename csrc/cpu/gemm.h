@@ -60,12 +60,24 @@ PAGEBUS_INLINE void multiply_step(const float* a, int64_t lda, const W& w, V (&a
   }
 }
 
+// What a product asks of the memory with each step: nothing, or a line of what comes next.
+struct NoPrefetch {
+  PAGEBUS_INLINE void operator()() {}
+};
+struct Prefetch {
+  const char* at;
+  int64_t step;  // bytes
+  PAGEBUS_INLINE void operator()() {
+    __builtin_prefetch(at, 0, 2);
+    at += step;
+  }
+};
+
 // acc[r][v] += sum over k, ascending, of a[r][k] * stream v's k-th sixteen. One chain of fused multiply-adds per
-// output: the same bits whatever R and NV. `ldb`: elements from one step of a stream to the next. `ahead`: elements to
-// prefetch ahead, or 0.
-template <class B, int R, int NV>
+// output: the same bits whatever R and NV. `ldb`: elements from one step of a stream to the next.
+template <class B, int R, int NV, class Ahead = NoPrefetch>
 PAGEBUS_INLINE void multiply(int64_t k, const float* a, int64_t lda, const typename B::T* const* b, int64_t ldb,
-                             V (&acc)[R][NV]) {
+                             V (&acc)[R][NV], Ahead ahead = {}) {
   const typename B::T* p[NV];
 #pragma GCC unroll 8
   for (int v = 0; v < NV; ++v) p[v] = b[v];
@@ -74,6 +86,7 @@ PAGEBUS_INLINE void multiply(int64_t k, const float* a, int64_t lda, const typen
     if constexpr (B::depth == 2)
       multiply_step<R, NV>(a + 1, lda, [&](int v) __attribute__((always_inline)) { return B::second(p[v]); }, acc);
     a += B::depth;
+    ahead();
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) p[v] += ldb;
   }
@@ -184,22 +197,27 @@ void gemm_thin(const GemmArgs& g, int64_t row, int rows, int64_t panel, int64_t 
   });
 }
 
-// sums[rows][NV panels], `ld` floats apart, of the k in [from, to).
+// sums[rows][NV panels], `ld` floats apart, of the k in [from, to). Each row block asks for its share of the next
+// panel, so that memory and arithmetic overlap; a single block leaves that to the hardware.
 template <class B, int NV>
 void wide_panels(const GemmArgs& g, int64_t row, int64_t rows, int64_t panel, int64_t from, int64_t to, float* sums,
                  int64_t ld) {
   const typename B::T* b[NV];
   for (int v = 0; v < NV; ++v) b[v] = panel_data<B>(*g.w, panel + v) + from * kPanel;
   const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
+  const bool more = blocks > 1 && panel + NV < g.w->panels;
+  const char* next = reinterpret_cast<const char*>(b[NV - 1]) + (more ? g.w->panel_bytes : 0);
+  const int64_t share = more ? (to - from) * kPanel * int64_t(sizeof(typename B::T)) / blocks : 0;
   for (int64_t i = 0; i < blocks; ++i) {
     const int64_t first = rows * i / blocks, last = rows * (i + 1) / blocks;
     const float* a = g.x + (row + first) * g.ldx + from;
+    const Prefetch ahead{next + i * share, share * B::depth / (to - from)};
     with_rows<kBlockRows>(int(last - first), [&]<int R>() __attribute__((noinline)) {
       V acc[R][NV];
       float* c = sums + first * ld;
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < NV; ++v) acc[r][v] = from ? load(c + r * ld + v * kPanel) : zero();
-      multiply<B, R, NV>(to - from, a, g.ldx, b, kPanel * B::depth, acc);
+      multiply<B, R, NV>(to - from, a, g.ldx, b, kPanel * B::depth, acc, ahead);
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < NV; ++v) store(c + r * ld + v * kPanel, acc[r][v]);
     });
