@@ -4,6 +4,8 @@
 #include <sys/mman.h>
 
 #include <cstddef>
+#include <cstdlib>
+#include <cstring>
 #include <new>
 #include <utility>
 
@@ -14,10 +16,17 @@ class Memory {
   Memory() = default;
   explicit Memory(size_t bytes, bool huge_pages = false) : bytes_(bytes) {
     if (!bytes) return;
+#ifdef __SANITIZE_ADDRESS__  // memory whose ends the sanitizer watches
+    void* p = nullptr;
+    if (posix_memalign(&p, 64, bytes)) throw std::bad_alloc();
+    data_ = static_cast<char*>(std::memset(p, 0, bytes));
+    (void)huge_pages;
+#else
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
     data_ = static_cast<char*>(p);
     if (huge_pages) madvise(p, bytes, MADV_HUGEPAGE);
+#endif
   }
   Memory(Memory&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
@@ -27,7 +36,11 @@ class Memory {
     return *this;
   }
   ~Memory() {
+#ifdef __SANITIZE_ADDRESS__
+    std::free(data_);
+#else
     if (data_) munmap(data_, bytes_);
+#endif
   }
 
   char* data() const { return data_; }
