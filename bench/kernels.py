@@ -1,4 +1,4 @@
-"""What the native kernels reach of this machine's limits: `python bench/kernels.py [--dtype bfloat16] [--threads N]`.
+"""What the native kernels reach of this machine's limits: `python -m bench.kernels [--dtype bfloat16] [--threads N]`.
 
 Prints the read bandwidth and the rate of multiply-adds measured in the same run, then matrix products, attention and
 whole steps of SmolLM2-135M's shape as shares of what those limits allow. A table on stderr, JSON on stdout.
@@ -74,13 +74,15 @@ class Line:
 class Clock:
     """Wall time; or with one thread, on a busy machine, the time this process has had."""
 
+    SECONDS = 0.8  # for the runs of one measurement
+
     def __init__(self, cpu: bool) -> None:
         self.now = time.process_time if cpu else time.perf_counter
 
-    def best(self, run: Callable[[], object], seconds: float = 0.6) -> float:
+    def best(self, run: Callable[[], object]) -> float:
         """The shortest of some runs: other processes only ever add time."""
         run()
-        end = time.perf_counter() + seconds
+        end = time.perf_counter() + self.SECONDS
         times: list[float] = []
         while time.perf_counter() < end or len(times) < 3:
             start = self.now()
@@ -180,20 +182,20 @@ def step_lines(dtype: str, threads: int, isa: str, clock: Clock) -> Iterator[Lin
             .reshape(sequences, width),
             logit_rows=np.arange(rows - sequences, rows, dtype=np.int32),
         )
-        seconds = clock.best(lambda b=batch: runner.forward(b), 1.0)
+        seconds = clock.best(lambda b=batch: runner.forward(b))
         flops = 2 * (rows * layers + logits * head)
         name = f"step, prompt of {rows}" if prompt else f"step, {rows} rows at {context}"
         yield Line(name, seconds, runner.weight_bytes(), flops)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=BYTES, default="bfloat16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--isa", default="", help="one of: " + ", ".join(_cpu.runnable_isas()))
     parser.add_argument("--cpu-time", action="store_true", help="on a busy machine, with --threads 1")
     parser.add_argument("--only", choices=["gemm", "attention", "step"], action="append")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     ops = _cpu.Ops(args.isa, args.threads)
     clock = Clock(args.cpu_time)
     limits = measure_limits(ops, clock)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import threading
 from dataclasses import dataclass, field
 
@@ -581,3 +583,18 @@ def test_an_empty_step_is_one():
     empty = np.array([], np.int32)
     batch = StepBatch(empty, empty, np.array([0], np.int32), empty, np.empty((0, 0), np.int32), empty)
     assert executor(SPECS["llama"]).forward(batch).shape == (0, 101)
+
+
+def test_the_benchmark_prints_shares_of_the_limits(monkeypatch, capsys):
+    from bench import kernels
+
+    small = dataclasses.replace(kernels.SMOLLM2, num_layers=1, windows=(0,), vocab_size=2048)
+    monkeypatch.setattr(kernels, "SMOLLM2", small)
+    monkeypatch.setattr(kernels, "GEMM_ROWS", (1, 8))
+    monkeypatch.setattr(kernels, "CONTEXTS", (256,))
+    monkeypatch.setattr(kernels, "STEPS", ((1, 16), (16, 16)))
+    monkeypatch.setattr(kernels.Clock, "SECONDS", 0.01)
+    kernels.main(["--threads", "1", "--cpu-time"])
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["lines"]) == 6
+    assert all(line["share"] > 0 for line in result["lines"])
