@@ -28,6 +28,7 @@ clean:
 	rm -rf $(VENV) build
 
 $(VENV)/python.done:
+	@echo 'pagebus: making $(VENV): torch first, which takes a minute or two'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	tools/install_torch.sh $(BIN)/python
@@ -35,6 +36,7 @@ $(VENV)/python.done:
 	touch $@
 
 $(VENV)/serve.done: $(VENV)/python.done $(SOURCES)
+	@echo 'pagebus: installing, and compiling the native kernels, another two minutes'
 	$(BIN)/python -m pip install --quiet -e '.[serve]'
 	touch $@
 

@@ -65,7 +65,6 @@ def test_greedy_decoding_fills_in_its_own_tokens() -> None:
     runner, ids = make_runner(), list(PROMPT)
     result = runner.run(plan((2, 0, 6, 1, [7, 3]), admit=[admit(2)]))
     assert (result.epoch, result.step, len(result.tokens)) == (3, 8, 1)
-    assert result.seconds > 0
     tokens = result.tokens + continue_slot(runner, 2, 6, 20, 5)
     for token in tokens:
         assert token == best(runner.executor.spec, ids)
