@@ -121,22 +121,12 @@ class Startup:
 
     def look(self) -> bool:
         """Whether the server is ready; then prints how to use it."""
-        if self._healthy():
+        from shared.healthcheck import http_ok  # imported while the children start, not before
+
+        if http_ok(self.address[1], _reachable(self.address[0])):
             self._welcome()
             return True
         return False
-
-    def _healthy(self) -> bool:
-        import http.client  # while the children start, not before
-
-        connection = http.client.HTTPConnection(_reachable(self.address[0]), self.address[1], timeout=2)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
 
     def _welcome(self) -> None:
         host = _reachable(self.address[0])

@@ -40,8 +40,9 @@ def connected(port: int) -> bool:
     return any(remote == port and state == ESTABLISHED for _, remote, state in _all_sockets())
 
 
-def http_ok(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=4)
+def http_ok(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether GET /health answers 200."""
+    connection = http.client.HTTPConnection(host, port, timeout=4)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
