@@ -213,7 +213,7 @@ class FakeScheduler(FakePeer):
         self.chunk = 1
         self.limit = limit  # requests taken
         self.mangle: Callable[[list[Delta]], list[Delta]] = lambda items: items
-        self.running: dict[int, Running] = {}
+        self.running: dict[tuple[bytes, int], Running] = {}  # ids are unique to an api process only
         self.apis: set[bytes] = set()
         self.notice: Message | None = None  # to be sent to all apis once
         super().__init__(front(address))
@@ -221,7 +221,7 @@ class FakeScheduler(FakePeer):
     def handle(self, peer: bytes, message: Message) -> None:
         if isinstance(message, Hello):
             self.apis.add(peer)
-            self.running = {id: run for id, run in self.running.items() if run.peer != peer}
+            self.running = {key: run for key, run in self.running.items() if run.peer != peer}
             self.router.send(peer, Welcome(self.epoch, self.engine, MODEL))
             self.router.send(peer, Directory(self.tokenizers))
             self.router.send(peer, self.stats())
@@ -237,7 +237,7 @@ class FakeScheduler(FakePeer):
                 self.submit(peer, request)
         elif isinstance(message, Abort):
             for id in message.ids:
-                self.running.pop(id, None)
+                self.running.pop((peer, id), None)
 
     def submit(self, peer: bytes, request: Request) -> None:
         if len(self.running) >= self.limit:
@@ -245,7 +245,7 @@ class FakeScheduler(FakePeer):
         elif request.priority < 0:
             self.router.send(peer, Rejected(request.id, request.attempt, "invalid", "no"))
         else:
-            self.running[request.id] = Running(peer, request, self.answer(request))
+            self.running[peer, request.id] = Running(peer, request, self.answer(request))
 
     def stats(self) -> Stats:
         return Stats(self.epoch, True, "", [], 0, len(self.tokenizers), 1)
@@ -276,7 +276,7 @@ class FakeScheduler(FakePeer):
         run.index = end
         if end == len(run.answer):
             delta.finish, delta.stop_token = finish_of(ids[-1], run.request)
-            del self.running[run.request.id]
+            del self.running[run.peer, run.request.id]
         return delta
 
 
