@@ -18,6 +18,7 @@ install_docker() {
 start_docker() {
   docker info >/dev/null 2>&1 && return
   say "starting dockerd"
+  rm -f /var/run/docker.pid
   dockerd >/tmp/dockerd.log 2>&1 &
   for _ in $(seq 60); do docker info >/dev/null 2>&1 && return; sleep 1; done
   tail -n 20 /tmp/dockerd.log
@@ -37,10 +38,10 @@ make_base() {
     grep -v security | head -n 1 | sed 's/^[^h]*//')
   debootstrap --variant=minbase --include=ca-certificates "$suite" "$tree" "$mirror" >/dev/null
   cp -L "${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}" "$tree/etc/ssl/certs/ca-certificates.crt"
-  mkdir -p "$tree/opt/wheels"
-  # the CPU build of torch, where this machine's pip finds it; the images' pip looks into /opt/wheels first
-  python3 -m pip download --quiet --no-deps --dest "$tree/opt/wheels" "torch==2.13.0+cpu" || true
-  tar -C "$tree" -c . | docker import --change 'ENV PIP_FIND_LINKS=/opt/wheels' \
+  mkdir -p "$tree/usr/share/wheels"
+  # the CPU build of torch, where this machine's pip finds it; the images' pip looks into /usr/share/wheels first
+  python3 -m pip download --quiet --no-deps --dest "$tree/usr/share/wheels" "torch==2.13.0+cpu" || true
+  tar -C "$tree" -c . | docker import --change 'ENV PIP_FIND_LINKS=/usr/share/wheels' \
     --change 'ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt' \
     --change 'ENV SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt' - "$base" >/dev/null
   rm -rf "$tree"
