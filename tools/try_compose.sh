@@ -34,8 +34,7 @@ make_base() {
   local tree sources suite mirror
   tree=$(mktemp -d)
   suite=$(. /etc/os-release && echo "$VERSION_CODENAME")
-  mirror=$(grep -rhoE '(URIs: |deb )https?://[^ ]+' /etc/apt/sources.list /etc/apt/sources.list.d 2>/dev/null |
-    grep -v security | head -n 1 | sed 's/^[^h]*//')
+  mirror=$(apt-cache policy base-files | grep -oE 'https?://[^ ]+' | grep -v security | head -n 1)
   debootstrap --variant=minbase --include=ca-certificates "$suite" "$tree" "$mirror" >/dev/null
   cp -L "${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}" "$tree/etc/ssl/certs/ca-certificates.crt"
   mkdir -p "$tree/usr/share/wheels"
