@@ -29,13 +29,5 @@ PAGEBUS_INLINE void narrow_one(DType dtype, float x, void* p, int64_t i) {
         dtype == DType::bf16 ? to_bf16(x) : uint16_t(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-void widen(DType dtype, const void* source, float* y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = widen_one(dtype, source, i);
-}
-
-void narrow(DType dtype, const float* x, void* y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) narrow_one(dtype, x[i], y, i);
-}
-
 }  // namespace
 }  // namespace pagebus::PAGEBUS_ISA

@@ -1,9 +1,7 @@
-// Compiled once per instruction set, with PAGEBUS_ISA naming it.
+// The table of an instruction set's kernels.
 #include "kernels.h"
 
-#include "attention.h"
-#include "elementwise.h"
-#include "gemm.h"
+#include "isa.h"
 
 #define PAGEBUS_STRING2(x) #x
 #define PAGEBUS_STRING(x) PAGEBUS_STRING2(x)

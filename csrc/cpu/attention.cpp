@@ -1,12 +1,10 @@
 // Paged attention, decode and prefill alike: online softmax (Milakov and Gimelshein, 2018) over tiles of keys,
 // partition by partition. The rows of an item are its tokens times the query heads of one KV head, so that those share
 // its loads.
-#pragma once
 
 #include "convert.h"
-#include "gemm.h"
-#include "kernels.h"
-#include "vec.h"
+#include "isa.h"
+#include "product.h"
 
 namespace pagebus::PAGEBUS_ISA {
 namespace {
@@ -294,6 +292,8 @@ void attention_run(const AttentionArgs& a, const AttentionItem& item, float* scr
   if (item.partial < 0) write_rows(a, item, w.whole);
 }
 
+}  // namespace
+
 void attention(const AttentionArgs& a, const AttentionItem& item, float* scratch) {
   switch (a.cache->dtype) {
     case DType::f32:
@@ -316,5 +316,4 @@ void merge(const AttentionArgs& a, const AttentionItem& item, float* scratch) {
   write_rows(a, item, whole);
 }
 
-}  // namespace
 }  // namespace pagebus::PAGEBUS_ISA

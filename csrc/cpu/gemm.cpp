@@ -1,144 +1,10 @@
-// The register-blocked product over sixteen-wide streams, and the packed-weight GEMM built on it.
-#pragma once
-
+// The packed-weight GEMM.
 #include "convert.h"
-#include "kernels.h"
-#include "vec.h"
+#include "isa.h"
+#include "product.h"
 
 namespace pagebus::PAGEBUS_ISA {
 namespace {
-
-// Readers: sixteen values of a stream as floats. `depth` is how many k a step of the stream holds.
-struct ReadF32 {
-  using T = float;
-  static constexpr int depth = 1;
-  static PAGEBUS_INLINE V first(const T* p) { return load(p); }
-  static PAGEBUS_INLINE V second(const T* p) { return load(p); }
-};
-struct ReadBf16 {
-  using T = uint16_t;
-  static constexpr int depth = 1;
-  static PAGEBUS_INLINE V first(const T* p) { return load_bf16(p); }
-  static PAGEBUS_INLINE V second(const T* p) { return load_bf16(p); }
-};
-struct ReadBf16Pairs {
-  using T = uint16_t;
-  static constexpr int depth = 2;
-  static PAGEBUS_INLINE V first(const T* p) { return load_bf16_even(p); }
-  static PAGEBUS_INLINE V second(const T* p) { return load_bf16_odd(p); }
-};
-struct ReadF16 {
-  using T = uint16_t;
-  static constexpr int depth = 1;
-  static PAGEBUS_INLINE V first(const T* p) { return load_f16(p); }
-  static PAGEBUS_INLINE V second(const T* p) { return load_f16(p); }
-};
-
-// acc[r][v] += a[r] * w(v). What is few stays in registers, the other side passes through.
-template <int R, int NV, class W>
-PAGEBUS_INLINE void multiply_step(const float* a, int64_t lda, const W& w, V (&acc)[R][NV]) {
-  if constexpr (R <= 2) {
-    V x[R];
-#pragma GCC unroll 2
-    for (int r = 0; r < R; ++r) x[r] = set1(a[r * lda]);
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) {
-      const V column = w(v);
-#pragma GCC unroll 2
-      for (int r = 0; r < R; ++r) accumulate(acc[r][v], x[r], column);
-    }
-  } else {
-    V columns[NV];
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) columns[v] = w(v);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const V x = set1(a[r * lda]);
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) accumulate(acc[r][v], x, columns[v]);
-    }
-  }
-}
-
-// What a product asks of the memory with each step: nothing, or a line of what comes next.
-struct NoPrefetch {
-  PAGEBUS_INLINE void operator()() {}
-};
-struct Prefetch {
-  const char* at;
-  int64_t step;  // bytes
-  PAGEBUS_INLINE void operator()() {
-    __builtin_prefetch(at, 0, 2);
-    at += step;
-  }
-};
-
-// acc[r][v] += sum over k, ascending, of a[r][k] * stream v's k-th sixteen. One chain of fused multiply-adds per
-// output: the same bits whatever R and NV. `ldb`: elements from one step of a stream to the next.
-template <class B, int R, int NV, class Ahead = NoPrefetch>
-PAGEBUS_INLINE void multiply(int64_t k, const float* a, int64_t lda, const typename B::T* const* b, int64_t ldb,
-                             V (&acc)[R][NV], Ahead ahead = {}) {
-  const typename B::T* p[NV];
-#pragma GCC unroll 8
-  for (int v = 0; v < NV; ++v) p[v] = b[v];
-  for (int64_t s = 0; s < k / B::depth; ++s) {
-    multiply_step<R, NV>(a, lda, [&](int v) __attribute__((always_inline)) { return B::first(p[v]); }, acc);
-    if constexpr (B::depth == 2)
-      multiply_step<R, NV>(a + 1, lda, [&](int v) __attribute__((always_inline)) { return B::second(p[v]); }, acc);
-    a += B::depth;
-    ahead();
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) p[v] += ldb;
-  }
-  if (B::depth == 2 && k % 2)
-    multiply_step<R, NV>(a, lda, [&](int v) __attribute__((always_inline)) { return B::first(p[v]); }, acc);
-}
-
-PAGEBUS_INLINE V silu(V x) {
-  const V value = div(x, add(set1(1.0f), exp(sub(zero(), x))));
-  return where_less(x, set1(-88.3f), set1(-0.0f), value);
-}
-
-// Rows of a register block, whose chains hide the latency of the multiply-adds; wide: panels beside each other. With
-// few rows, columns<R> sixteens beside each other do.
-#ifdef __AVX512F__
-constexpr int kBlockRows = 12, kWide = 2;
-template <int R>
-constexpr int columns = R == 1 ? 4 : 2;
-#else
-constexpr int kBlockRows = 6, kWide = 1;
-template <int R>
-constexpr int columns = R == 1   ? 4
-                        : R == 2 ? 2
-                                 : 1;
-#endif
-constexpr int kThinRows = 2;       // up to these, several panels at once instead of many rows
-constexpr int kDepthBlock = 1024;  // k per pass: keeps a panel's share in the first-level cache
-
-// Calls f with R = rows as a constant, 1 <= rows <= Max.
-template <int Max, class F>
-PAGEBUS_INLINE void with_rows(int rows, F&& f) {
-  if constexpr (Max >= 1) {
-    if (rows == Max)
-      f.template operator()<Max>();
-    else
-      with_rows<Max - 1>(rows, f);
-  }
-}
-
-PAGEBUS_INLINE void store_columns(float* y, V value, int64_t columns) {
-  if (columns >= kLanes) return store(y, value);
-  float tmp[kLanes];
-  store(tmp, value);
-  for (int64_t i = 0; i < columns; ++i) y[i] = tmp[i];
-}
-
-PAGEBUS_INLINE V load_columns(const float* y, int64_t columns) {
-  if (columns >= kLanes) return load(y);
-  float tmp[kLanes] = {};
-  for (int64_t i = 0; i < columns; ++i) tmp[i] = y[i];
-  return load(tmp);
-}
 
 PAGEBUS_INLINE V with_bias(const Packed& w, int64_t panel, const float* sum) {
   const V value = load(sum);
@@ -247,6 +113,8 @@ void gemm_run(const GemmArgs& g, int64_t row, int64_t row_end, int64_t panel, in
     gemm_wide<B>(g, row, row_end - row < kGemmRows ? row_end - row : kGemmRows, panel, end, scratch);
 }
 
+}  // namespace
+
 void gemm(const GemmArgs& g, int64_t row_begin, int64_t row_end, int64_t unit_begin, int64_t unit_end, float* scratch) {
   const int64_t panel = unit_begin * kUnitPanels;
   const int64_t end = unit_end * kUnitPanels < g.w->panels ? unit_end * kUnitPanels : g.w->panels;
@@ -260,6 +128,8 @@ void gemm(const GemmArgs& g, int64_t row_begin, int64_t row_end, int64_t unit_be
   }
 }
 
+namespace {
+
 // Element index of (output lane, k) in a panel.
 PAGEBUS_INLINE int64_t panel_index(DType dtype, int64_t lane, int64_t k) {
   return dtype == DType::bf16 ? k / 2 * (2 * kPanel) + lane * 2 + k % 2 : k * kPanel + lane;
@@ -268,6 +138,8 @@ PAGEBUS_INLINE int64_t panel_index(DType dtype, int64_t lane, int64_t k) {
 PAGEBUS_INLINE int64_t panel_of(const Packed& w, int64_t output, int half) {
   return w.gated ? output / kPanel * 2 + half : output / kPanel;
 }
+
+}  // namespace
 
 void pack(const PackArgs& a, int64_t begin, int64_t end) {
   const Packed& w = *a.w;
@@ -291,5 +163,4 @@ void unpack_row(const Packed& w, int64_t output, float* y) {
   for (int64_t k = 0; k < w.k; ++k) y[k] = widen_one(w.dtype, panel, panel_index(w.dtype, output % kPanel, k));
 }
 
-}  // namespace
 }  // namespace pagebus::PAGEBUS_ISA

@@ -1,15 +1,11 @@
 // Norms, rotary embedding with the KV write, and the gate. Without reductions a plain loop gives the same bits however
 // the compiler vectorises it (contraction is off).
-#pragma once
 
 #include "convert.h"
-#include "gemm.h"
-#include "kernels.h"
-#include "vec.h"
+#include "isa.h"
+#include "product.h"
 
 namespace pagebus::PAGEBUS_ISA {
-namespace {
-
 // x and weight hold zeros between n and padded, a multiple of 16. y may be x.
 void rms_norm(const float* x, const float* weight, float* y, int64_t padded, int64_t n, float eps) {
   V sum = zero(), sum2 = zero();
@@ -31,6 +27,8 @@ void silu_mul(const float* gate, const float* up, float* y, int64_t n) {
     store_columns(y + i, mul(silu(load_columns(gate + i, n - i)), load_columns(up + i, n - i)), n - i);
 }
 
+namespace {
+
 // The head at x, normed where `norm` is given, rotated by the row's cos and sin, into y [padded_dim].
 PAGEBUS_INLINE void rotate(const RopeArgs& a, int64_t row, const float* x, const float* norm, float* y) {
   const CacheLayout& c = *a.cache;
@@ -46,6 +44,8 @@ PAGEBUS_INLINE void rotate(const RopeArgs& a, int64_t row, const float* x, const
     y[i + half] = second * cos[i] + first * sin[i];
   }
 }
+
+}  // namespace
 
 void rope(const RopeArgs& a, int64_t row_begin, int64_t row_end, float* scratch) {
   const CacheLayout& c = *a.cache;
@@ -96,5 +96,4 @@ float probe_fma(int64_t iterations) {
   return reduce_max(all);
 }
 
-}  // namespace
 }  // namespace pagebus::PAGEBUS_ISA
