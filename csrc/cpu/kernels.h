@@ -11,6 +11,10 @@ static constexpr int64_t dtype_bytes(DType dtype) { return dtype == DType::f32 ?
 
 enum class Epilogue : int { store, add, silu_mul };
 
+// How a matrix holds its weights: as numbers of its dtype, or as codes with float16 scales for groups along k: int8
+// (q8), 4 bits and an offset (q4), int8 for integer products (w8). See quantized.h for their panels.
+enum class Format : int { dense, q8, q4, w8 };
+
 // A weight matrix [n outputs, k inputs] as panels of 16 outputs, each [k][16] in the dtype; in bf16 two successive k
 // are paired, [k / 2][16][2]. With `gated`, the panels of gate and up (n outputs each) alternate. A unit is two panels.
 constexpr int kPanel = 16;
@@ -24,6 +28,7 @@ struct Packed {
   int64_t panel_bytes;  // from one panel to the next
   char* data;
   float* bias;  // [panels * 16], padded with 0, or null
+  Format format = Format::dense;
 };
 
 // y[rows, n] = epilogue(x[rows, k] * w^T + bias): stored, added to y, or silu(gate) * up.
