@@ -10,6 +10,7 @@ from typing import Any
 
 from shared.errors import StartupError
 from shared.gguf_file import GGUFFile
+from shared.tokenizer_size import gguf_tokenizer_size
 
 ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """The model families that the worker can run; services/worker/models holds exactly these."""
@@ -208,6 +209,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     values |= {
         "architectures": ["MistralForCausalLM" if mistral else GGUF_ARCHITECTURES[name]],
         "vocab_size": embedding.shape[0] if embedding else file.metadata.get(f"{name}.vocab_size"),
+        "tokenizer_size": gguf_tokenizer_size(file.metadata),
         "rms_norm_eps": file.metadata.get(f"{name}.attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,

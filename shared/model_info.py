@@ -12,6 +12,7 @@ from shared.config import EngineConfig
 from shared.errors import StartupError
 from shared.model_config import ModelConfig, is_gguf, read_config, read_json
 from shared.safetensors_file import read_header, weight_files
+from shared.tokenizer_size import tokenizer_size
 
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float32"}
 SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
@@ -25,11 +26,16 @@ class ModelInfo(msgspec.Struct, kw_only=True):
 
     path: str
     architecture: str  # e.g. "LlamaForCausalLM"
-    vocab_size: int
+    vocab_size: int  # rows of the embedding
     max_model_len: int  # tokens, prompt and output together, after --max-model-len
     eos_token_ids: list[int]
     dtype: str  # resolved: "float32", "bfloat16" or "float16"
+    tokenizer_size: int = 0  # ids below it have text and may be sampled; the rest of the vocabulary is padding
     created: int = 0  # unix time
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tokenizer_size < self.vocab_size:
+            self.tokenizer_size = self.vocab_size
 
 
 def read_model_info(config: EngineConfig) -> ModelInfo:
@@ -47,6 +53,7 @@ def read_model_info(config: EngineConfig) -> ModelInfo:
         max_model_len=max_model_len(model, config.max_model_len),
         eos_token_ids=eos_token_ids(path, model),
         dtype=config.dtype if config.dtype != "auto" else checkpoint_dtype(path, model),
+        tokenizer_size=model.integer("tokenizer_size", 0, 0) if is_gguf(path) else tokenizer_size(path),
         created=int(path.stat().st_mtime),
     )
 

@@ -265,7 +265,7 @@ void Decoder::project(const Layer& layer, float* h, const float* attn, int64_t r
 }
 
 // After the last layer's attention only the rows whose logits are wanted go on; qkv's memory is free for them.
-void Decoder::finish(std::span<const int32_t> wanted, float* logits) {
+void Decoder::finish(std::span<const int32_t> wanted, const Head& head) {
   const DecoderConfig& c = config_;
   float *h = last_.floats(), *attn = qkv_.floats(), *x = normed_.floats();
   for (size_t begin = 0; begin < wanted.size(); begin += size_t(capacity_)) {
@@ -277,12 +277,34 @@ void Decoder::finish(std::span<const int32_t> wanted, float* logits) {
     }
     project(layers_.back(), h, attn, count);
     engine_.rms_norm(h, ld_hidden_, final_norm_, x, ld_hidden_, count, c.hidden_size, c.norm_eps);
-    float* to = logits + int64_t(begin) * c.vocab_size;
-    engine_.gemm({&head_, x, ld_hidden_, to, c.vocab_size, Epilogue::store}, count);
+    head(x, int64_t(begin), count);
   }
 }
 
 void Decoder::forward(const Batch& b, float* logits) {
+  step(b, [&](const float* x, int64_t begin, int64_t count) {
+    float* y = logits + begin * config_.vocab_size;
+    engine_.gemm({&head_, x, ld_hidden_, y, config_.vocab_size, Epilogue::store}, count);
+  });
+}
+
+void Decoder::forward_and_sample(const Batch& b, std::span<const SampleRow> rows, int64_t ids, int32_t* tokens) {
+  require(rows.size() == b.logit_rows.size(), "there must be as many rows to sample as logit_rows");
+  require(ids >= 1 && ids <= config_.vocab_size, "ids to sample from must be in [1, vocab_size], got " + text(ids));
+  const int64_t block = Sampler::block_rows(ids);
+  step(b, [&](const float* x, int64_t begin, int64_t count) {
+    for (int64_t first = 0; first < count; first += block) {
+      const int64_t size = std::min(block, count - first), at = begin + first;
+      sampler_.begin(rows.subspan(size_t(at), size_t(size)), ids);
+      engine_.gemm_tiles({&head_, x + first * ld_hidden_, ld_hidden_, nullptr, 0, Epilogue::store}, size, ids,
+                         [&](float* tile, int64_t ld, int64_t row, int64_t row_end, int64_t id, int64_t id_end,
+                             int thread) { sampler_.take(tile, ld, row, row_end, id, id_end - id, thread); });
+      sampler_.finish(tokens + at);
+    }
+  });
+}
+
+void Decoder::step(const Batch& b, const Head& head) {
   const std::lock_guard lock(mutex_);
   check(b);
   const auto rows = int64_t(b.tokens.size()), sequences = int64_t(b.context_lens.size());
@@ -303,7 +325,7 @@ void Decoder::forward(const Batch& b, float* logits) {
     attend(layers_[i], int(i));
     if (i + 1 < layers_.size()) project(layers_[i], hidden_.floats(), attn_.floats(), rows);
   }
-  finish(b.logit_rows, logits);
+  finish(b.logit_rows, head);
 }
 
 }  // namespace pagebus

@@ -1,12 +1,14 @@
 // The native executor: a decoder's packed weights and KV cache, and one call per step.
 #pragma once
 
+#include <functional>
 #include <mutex>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "engine.h"
+#include "sample.h"
 
 namespace pagebus {
 
@@ -55,6 +57,9 @@ class Decoder {
   // Runs a step; logits: [logit_rows][vocab_size]. Throws std::invalid_argument, before anything is written.
   void forward(const Batch& batch, float* logits);
 
+  // Runs a step; tokens: one of the ids 0 to ids - 1, or -1, for each of logit_rows. Throws like forward.
+  void forward_and_sample(const Batch& batch, std::span<const SampleRow> rows, int64_t ids, int32_t* tokens);
+
  private:
   struct Layer {
     Packed qkv, o, gate_up, down;
@@ -71,7 +76,10 @@ class Decoder {
   void embed(const Batch& batch);
   void attend(const Layer& layer, int index);
   void project(const Layer& layer, float* hidden, const float* attn, int64_t rows);
-  void finish(std::span<const int32_t> wanted, float* logits);
+  // Takes what the head's matrix multiplies, [count][ld_hidden_], of the logit rows from `begin` on.
+  using Head = std::function<void(const float* x, int64_t begin, int64_t count)>;
+  void step(const Batch& batch, const Head& head);
+  void finish(std::span<const int32_t> wanted, const Head& head);
 
   DecoderConfig config_;
   Engine engine_;
@@ -88,6 +96,7 @@ class Decoder {
   // Activations of a step, rows apart by these many floats.
   StepRows step_{};
   AttentionPlan attention_;
+  Sampler sampler_{engine_};
   int64_t capacity_ = 0, ld_hidden_ = 0, ld_qkv_ = 0, ld_attn_ = 0, ld_mlp_ = 0;
   Memory hidden_, last_, normed_, qkv_, q_, attn_, mlp_, cos_, sin_;
   std::vector<int32_t> sequence_;

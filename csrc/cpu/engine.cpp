@@ -70,7 +70,7 @@ DType parse_dtype(const std::string& name) {
 
 Engine::Engine(const std::string& isa, int threads) : kernels_(choose(isa)), pool_(check_threads(threads)) {
   scratch_.resize(size_t(threads));
-  reserve(kGemmScratch);
+  reserve(kGemmScratch + kTileFloats);
 }
 
 void Engine::reserve(int64_t floats) {
@@ -78,21 +78,23 @@ void Engine::reserve(int64_t floats) {
     if (int64_t(memory.bytes()) < floats * 4) memory = Memory(size_t(floats) * 4);
 }
 
-// Chunks are (row block, some units): with few rows the weights' bytes set the chunk, with many the arithmetic does.
-void Engine::gemm(const GemmArgs& args, int64_t rows) {
-  const Packed& w = *args.w;
-  const int64_t units = (w.panels + kUnitPanels - 1) / kUnitPanels;
+// With few rows the weights' bytes set the size of a chunk, with many the arithmetic does.
+Engine::Cut Engine::cut(const Packed& w, int64_t rows, int64_t units) const {
   const int64_t threads = pool_.threads();
   const int64_t row_block = std::min<int64_t>(rows, kGemmRows);
-  const int64_t row_blocks = (rows + row_block - 1) / row_block;
   const int64_t unit_bytes = w.panel_bytes * kUnitPanels * std::max<int64_t>(1, row_block / 4);
   int64_t step = std::max<int64_t>(1, kChunkBytes / unit_bytes);
   step = std::min(step, std::max<int64_t>(1, units / (threads * 4)));
   if (rows == 1 && step > 1) step -= step % 2;
-  const int64_t spans = (units + step - 1) / step;
-  pool_.run(row_blocks * spans, [&](int64_t chunk, int thread) {
-    const int64_t row = chunk / spans * row_block, unit = chunk % spans * step;
-    kernels_->gemm(args, row, std::min(rows, row + row_block), unit, std::min(units, unit + step), scratch(thread));
+  return {row_block, (rows + row_block - 1) / row_block, step, (units + step - 1) / step};
+}
+
+void Engine::gemm(const GemmArgs& args, int64_t rows) {
+  const int64_t units = (args.w->panels + kUnitPanels - 1) / kUnitPanels;
+  const Cut c = cut(*args.w, rows, units);
+  pool_.run(c.row_blocks * c.spans, [&](int64_t chunk, int thread) {
+    const int64_t row = chunk / c.spans * c.row_block, unit = chunk % c.spans * c.step;
+    kernels_->gemm(args, row, std::min(rows, row + c.row_block), unit, std::min(units, unit + c.step), scratch(thread));
   });
 }
 

@@ -1,6 +1,7 @@
 // An instruction set chosen at run time, a pool of threads and their scratch memory: what runs the kernels.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -31,6 +32,10 @@ class Engine {
   float* scratch(int thread) { return scratch_[size_t(thread)].floats(); }
 
   void gemm(const GemmArgs& args, int64_t rows);
+  // The product's outputs below `columns` piece by piece while they are in cache, instead of into args.y:
+  // use(tile, ld, row, row_end, column, column_end, thread). A thread's pieces of a row ascend.
+  template <class F>
+  void gemm_tiles(const GemmArgs& args, int64_t rows, int64_t columns, const F& use);
   void pack(const PackArgs& args, int64_t rows);
   void rms_norm(const float* x, int64_t ldx, const float* weight, float* y, int64_t ldy, int64_t rows, int64_t n,
                 float eps);
@@ -41,10 +46,37 @@ class Engine {
   static int64_t attention_scratch(const CacheLayout& cache, int group);
 
  private:
+  // How a product is cut into chunks: row blocks times spans of units.
+  struct Cut {
+    int64_t row_block, row_blocks, step, spans;
+  };
+  Cut cut(const Packed& w, int64_t rows, int64_t units) const;
+
   const Kernels* kernels_;
   Pool pool_;
   std::vector<Memory> scratch_;
 };
+
+constexpr int64_t kTileFloats = 16384;  // of a tile of gemm_tiles, in a thread's scratch
+
+template <class F>
+void Engine::gemm_tiles(const GemmArgs& args, int64_t rows, int64_t columns, const F& use) {
+  constexpr int64_t width = kUnitPanels * kPanel;
+  const int64_t units = (columns + width - 1) / width;
+  Cut c = cut(*args.w, rows, units);
+  c.step = std::min(c.step, std::max<int64_t>(1, kTileFloats / (c.row_block * width)));
+  c.spans = (units + c.step - 1) / c.step;
+  pool_.run(c.row_blocks * c.spans, [&](int64_t chunk, int thread) {
+    const int64_t row = chunk / c.spans * c.row_block, row_end = std::min(rows, row + c.row_block);
+    const int64_t unit = chunk % c.spans * c.step, unit_end = std::min(units, unit + c.step);
+    float* tile = scratch(thread) + kGemmScratch;
+    GemmArgs piece = args;
+    piece.ldy = (unit_end - unit) * width;
+    piece.y = tile - row * piece.ldy - unit * width;
+    kernels_->gemm(piece, row, row_end, unit, unit_end, scratch(thread));
+    use(tile, piece.ldy, row, row_end, unit * width, std::min(columns, unit_end * width), thread);
+  });
+}
 
 // Shape, size and place of a packed matrix; the data is the caller's.
 Packed packed_layout(DType dtype, int64_t n, int64_t k, bool gated);

@@ -15,6 +15,11 @@ void attention(const AttentionArgs& a, const AttentionItem& item, float* scratch
 void merge(const AttentionArgs& a, const AttentionItem& item, float* scratch);
 void widen(DType dtype, const void* source, float* y, int64_t n);
 void narrow(DType dtype, const float* x, void* y, int64_t n);
+void find_best(const float* scores, int64_t n, int32_t first, Best& best);
+void exp_weights(float* scores, int64_t n, float best, float temperature);
+void block_sums(const float* weights, int64_t n, double* sums);
+void block_maxima(const float* scores, int64_t n, float* maxima);
+int64_t at_least(const float* x, int64_t n, float bound, int32_t* ids, float* values);
 float probe_read(const float* data, int64_t n);
 float probe_fma(int64_t iterations);
 

@@ -23,6 +23,11 @@ const Kernels* PAGEBUS_JOIN(kernels_, PAGEBUS_ISA)() {
                                  isa::unpack_row,
                                  isa::widen,
                                  isa::narrow,
+                                 isa::find_best,
+                                 isa::exp_weights,
+                                 isa::block_sums,
+                                 isa::block_maxima,
+                                 isa::at_least,
                                  isa::probe_read,
                                  isa::probe_fma};
   return &table;

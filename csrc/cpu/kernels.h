@@ -111,6 +111,13 @@ struct AttentionArgs {
   float* partials;  // each [max_rows][padded_dim], then [max_rows] maxima, then [max_rows] sums
 };
 
+// The best score of a row, the lowest id of equals; infinite once one of them is no number.
+struct Best {
+  float score;
+  int32_t id;
+};
+constexpr int kSumBlock = 256;  // weights that are summed before the sums are
+
 struct Kernels {
   const char* name;
   void (*pack)(const PackArgs&, int64_t begin, int64_t end);  // source rows
@@ -124,6 +131,11 @@ struct Kernels {
   void (*unpack_row)(const Packed&, int64_t output, float* y);
   void (*widen)(DType, const void* source, float* y, int64_t n);
   void (*narrow)(DType, const float* x, void* y, int64_t n);
+  void (*find_best)(const float* scores, int64_t n, int32_t first, Best& best);
+  void (*exp_weights)(float* scores, int64_t n, float best, float temperature);
+  void (*block_sums)(const float* weights, int64_t n, double* sums);
+  void (*block_maxima)(const float* scores, int64_t n, float* maxima);
+  int64_t (*at_least)(const float* x, int64_t n, float bound, int32_t* ids, float* values);
   float (*probe_read)(const float* data, int64_t n);
   float (*probe_fma)(int64_t iterations);  // kProbeFlops each
 };

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -43,20 +44,34 @@ Tensor tensor_of(const Raw& array, const std::string& dtype) {
 
 std::span<const int32_t> ints(const Ints& array) { return {array.data(), array.shape(0)}; }
 
-void step(Decoder& decoder, Ints tokens, Ints positions, Ints query_start, Ints context_lens, IntTable block_tables,
-          Ints logit_rows, OutputTable logits, int64_t vocab_size) {
-  require(logits.shape(0) == logit_rows.shape(0) && int64_t(logits.shape(1)) == vocab_size,
-          "logits must be [logit_rows, vocab_size]");
+Batch batch_of(Ints tokens, Ints positions, Ints query_start, Ints context_lens, IntTable block_tables,
+               Ints logit_rows) {
   require(block_tables.shape(0) == context_lens.shape(0), "block_tables must have one row per sequence");
-  const Batch batch{ints(tokens),
-                    ints(positions),
-                    ints(query_start),
-                    ints(context_lens),
-                    {block_tables.data(), block_tables.shape(0) * block_tables.shape(1)},
-                    ints(logit_rows),
-                    int64_t(block_tables.shape(1))};
-  const nb::gil_scoped_release release;
-  decoder.forward(batch, logits.data());
+  return {ints(tokens),
+          ints(positions),
+          ints(query_start),
+          ints(context_lens),
+          {block_tables.data(), block_tables.shape(0) * block_tables.shape(1)},
+          ints(logit_rows),
+          int64_t(block_tables.shape(1))};
+}
+
+// One row of _draws in services/worker/native.py: row, temperature, top_k, top_p, min_p, seed, index, banned, keep.
+using Draw = std::tuple<size_t, double, int32_t, double, double, uint64_t, uint64_t, std::vector<int32_t>, bool>;
+
+// How to sample `count` rows: greedily, but for those in `draws`. `kept` gets the scores of those that keep them.
+std::vector<SampleRow> sample_rows(size_t count, const std::vector<Draw>& draws, const OutputTable& kept) {
+  std::vector<SampleRow> rows(count);
+  size_t keeping = 0;
+  for (const auto& [row, temperature, top_k, top_p, min_p, seed, index, banned, keep] : draws) {
+    require(row < count, "a row to sample does not exist");
+    rows[row] = {temperature, top_k, top_p, min_p, seed, index, banned};
+    std::sort(rows[row].banned.begin(), rows[row].banned.end());
+    if (!keep) continue;
+    require(keeping < kept.shape(0), "kept must have a row for each that keeps its logits");
+    rows[row].keep = kept.data() + keeping++ * kept.shape(1);
+  }
+  return rows;
 }
 
 // A packed matrix with memory of its own.
@@ -126,6 +141,25 @@ class Ops {
   void silu_mul(Floats gate, Floats up, Output y) {
     require(gate.shape(0) == up.shape(0) && gate.shape(0) == y.shape(0), "shapes must agree");
     engine_.kernels().silu_mul(gate.data(), up.data(), y.data(), int64_t(y.shape(0)));
+  }
+
+  // Samples rows of logits, piece by piece as a step does.
+  std::vector<int32_t> sample(FloatTable logits, const std::vector<Draw>& draws, OutputTable kept, int64_t piece) {
+    const auto rows = int64_t(logits.shape(0)), ids = int64_t(logits.shape(1));
+    require(piece >= 1 && ids >= 1 && rows <= kGemmRows && int64_t(kept.shape(1)) == ids, "no such rows");
+    const std::vector<SampleRow> how = sample_rows(size_t(rows), draws, kept);
+    std::vector<int32_t> tokens(static_cast<size_t>(rows));
+    const nb::gil_scoped_release release;
+    Sampler sampler(engine_);
+    sampler.begin(how, ids);
+    engine_.pool().run((ids + piece - 1) / piece, [&](int64_t i, int thread) {
+      const int64_t first = i * piece, count = std::min(piece, ids - first);
+      std::vector<float> tile(size_t(rows * count));
+      for (int64_t r = 0; r < rows; ++r) std::copy_n(logits.data() + r * ids + first, count, tile.data() + r * count);
+      sampler.take(tile.data(), count, 0, rows, first, count, thread);
+    });
+    sampler.finish(tokens.data());
+    return tokens;
   }
 
   // Reads all of an array; returns the bytes.
@@ -271,12 +305,31 @@ NB_MODULE(_cpu, m) {
           "forward",
           [](Decoder& self, Ints tokens, Ints positions, Ints query_start, Ints context_lens, IntTable block_tables,
              Ints logit_rows, OutputTable logits) {
-            step(self, tokens, positions, query_start, context_lens, block_tables, logit_rows, logits,
-                 self.vocab_size());
+            require(logits.shape(0) == logit_rows.shape(0) && int64_t(logits.shape(1)) == self.vocab_size(),
+                    "logits must be [logit_rows, vocab_size]");
+            const Batch batch = batch_of(tokens, positions, query_start, context_lens, block_tables, logit_rows);
+            const nb::gil_scoped_release release;
+            self.forward(batch, logits.data());
           },
           nb::arg("tokens").noconvert(), nb::arg("positions").noconvert(), nb::arg("query_start").noconvert(),
           nb::arg("context_lens").noconvert(), nb::arg("block_tables").noconvert(), nb::arg("logit_rows").noconvert(),
-          nb::arg("logits").noconvert());
+          nb::arg("logits").noconvert())
+      .def(
+          "forward_and_sample",
+          [](Decoder& self, Ints tokens, Ints positions, Ints query_start, Ints context_lens, IntTable block_tables,
+             Ints logit_rows, const std::vector<Draw>& draws, OutputTable kept) {
+            const Batch batch = batch_of(tokens, positions, query_start, context_lens, block_tables, logit_rows);
+            const std::vector<SampleRow> rows = sample_rows(batch.logit_rows.size(), draws, kept);
+            std::vector<int32_t> chosen(rows.size());
+            {
+              const nb::gil_scoped_release release;
+              self.forward_and_sample(batch, rows, int64_t(kept.shape(1)), chosen.data());
+            }
+            return chosen;
+          },
+          nb::arg("tokens").noconvert(), nb::arg("positions").noconvert(), nb::arg("query_start").noconvert(),
+          nb::arg("context_lens").noconvert(), nb::arg("block_tables").noconvert(), nb::arg("logit_rows").noconvert(),
+          "draws"_a, nb::arg("kept").noconvert());
 
   nb::class_<Matrix>(m, "Matrix").def_prop_ro("bytes", [](const Matrix& w) { return packed_bytes(w.packed); });
   nb::class_<Ops>(m, "Ops", "The single kernels, for tests and benchmarks.")
@@ -286,6 +339,7 @@ NB_MODULE(_cpu, m) {
       .def("gemm", &Ops::gemm, "w"_a, "x"_a, nb::arg("y").noconvert(), "accumulate"_a = false)
       .def("rms_norm", &Ops::rms_norm, "x"_a, "weight"_a, nb::arg("y").noconvert(), "eps"_a)
       .def("silu_mul", &Ops::silu_mul, "gate"_a, "up"_a, nb::arg("y").noconvert())
+      .def("sample", &Ops::sample, "logits"_a, "draws"_a, nb::arg("kept").noconvert(), "piece"_a)
       .def("probe_read", &Ops::probe_read, "data"_a, "Reads an array; returns its bytes.")
       .def("probe_fma", &Ops::probe_fma, "iterations"_a, "Runs multiply-adds; returns the operations.");
   nb::class_<AttentionLayer>(m, "AttentionLayer", "Rope, KV write and paged attention of one layer.")

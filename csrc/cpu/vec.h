@@ -47,6 +47,11 @@ PAGEBUS_INLINE V where_less(V x, V y, V a, V b) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.x, y.x, _CMP_LT_OQ), b.x, a.x)};
 }
 
+// Bit i: lane i of x is above bound, or one of them is NaN.
+PAGEBUS_INLINE uint32_t lanes_above_or_nan(V x, V bound) { return _mm512_cmp_ps_mask(x.x, bound.x, _CMP_NLE_UQ); }
+// Bit i: lane i of x is bound or more.
+PAGEBUS_INLINE uint32_t lanes_at_least(V x, V bound) { return _mm512_cmp_ps_mask(x.x, bound.x, _CMP_GE_OQ); }
+
 // a in lanes [from, to), b elsewhere.
 PAGEBUS_INLINE V where_lanes(int from, int to, V a, V b) {
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -128,6 +133,18 @@ PAGEBUS_INLINE V exp2_int(V n) { return {exp2_int8(n.lo), exp2_int8(n.hi)}; }
 PAGEBUS_INLINE V where_less(V x, V y, V a, V b) {
   return {_mm256_blendv_ps(b.lo, a.lo, _mm256_cmp_ps(x.lo, y.lo, _CMP_LT_OQ)),
           _mm256_blendv_ps(b.hi, a.hi, _mm256_cmp_ps(x.hi, y.hi, _CMP_LT_OQ))};
+}
+
+PAGEBUS_INLINE uint32_t lane_mask(__m256 lo, __m256 hi) {
+  return uint32_t(_mm256_movemask_ps(lo)) | uint32_t(_mm256_movemask_ps(hi)) << 8;
+}
+// Bit i: lane i of x is above bound, or one of them is NaN.
+PAGEBUS_INLINE uint32_t lanes_above_or_nan(V x, V bound) {
+  return lane_mask(_mm256_cmp_ps(x.lo, bound.lo, _CMP_NLE_UQ), _mm256_cmp_ps(x.hi, bound.hi, _CMP_NLE_UQ));
+}
+// Bit i: lane i of x is bound or more.
+PAGEBUS_INLINE uint32_t lanes_at_least(V x, V bound) {
+  return lane_mask(_mm256_cmp_ps(x.lo, bound.lo, _CMP_GE_OQ), _mm256_cmp_ps(x.hi, bound.hi, _CMP_GE_OQ));
 }
 
 // a in lanes [from, to), b elsewhere.

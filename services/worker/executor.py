@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.sampler import Row, sample
 from services.worker.spec import DecoderSpec
 
 Ints = NDArray[np.int32]
@@ -35,7 +36,7 @@ class StepBatch:
 
 
 class Executor(Protocol):
-    """Runs a `DecoderSpec` over a paged KV cache of `block_size` tokens per block."""
+    """Runs a `DecoderSpec` over a paged KV cache of `block_size` tokens per block. Sampling has a default, in numpy."""
 
     spec: DecoderSpec
     backend: str  # "reference", "cpu", ...
@@ -54,3 +55,15 @@ class Executor(Protocol):
 
     def forward(self, batch: StepBatch) -> Logits:
         """Writes the rows' keys and values, attends, and returns the logits [R, vocab], valid until the next call."""
+
+    def forward_and_sample(
+        self, batch: StepBatch, rows: Sequence[Row | None], num_ids: int
+    ) -> tuple[list[int], Logits]:
+        """Runs the step and samples each of the R rows from the ids below `num_ids`; None is a greedy row.
+
+        Returns a token or INVALID per row, and the logits [K, num_ids] of the rows with `keep_logits`, valid until the
+        next call.
+        """
+        logits = self.forward(batch)[:, :num_ids]
+        kept = [r for r, row in enumerate(rows) if row is not None and row.keep_logits]
+        return sample(logits, rows), logits[kept]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from services.worker.executor import Logits, StepBatch, Weight
+from services.worker.sampler import MASK64, Row
 from services.worker.spec import DecoderSpec
 from shared.errors import StartupError
 
+_INT32_MAX = (1 << 31) - 1
 ISA_VARIABLE = "PAGEBUS_CPU_ISA"  # forces one of `runnable_isas()`, for tests and for comparing
 
 
@@ -121,10 +123,28 @@ class NativeExecutor:
         """Copies whole blocks, (source, destination), in order. Raises ValueError for a block that does not exist."""
         self._decoder.copy_blocks(np.array(pairs, dtype=np.int32).reshape(-1))
 
+    def forward_and_sample(
+        self, batch: StepBatch, rows: Sequence[Row | None], num_ids: int
+    ) -> tuple[list[int], Logits]:
+        """Runs one step and samples within it: logits stay in the cache, but for those of rows that keep them."""
+        self._check_loaded()
+        keeping = sum(1 for row in rows if row is not None and row.keep_logits)
+        kept: Logits = np.empty((keeping, num_ids), np.float32)
+        tokens: list[int] = self._decoder.forward_and_sample(
+            batch.tokens,
+            batch.positions,
+            batch.query_start,
+            batch.context_lens,
+            batch.block_tables,
+            batch.logit_rows,
+            draws(rows),
+            kept,
+        )
+        return tokens, kept
+
     def forward(self, batch: StepBatch) -> Logits:
         """Runs one step; returns the logits [R, vocab]. Raises ValueError for a batch that is not one."""
-        if self._missing:
-            raise ValueError("the weights are not loaded")
+        self._check_loaded()
         rows = len(batch.logit_rows)
         if len(self._logits) < rows:
             self._logits = np.empty((rows, self.spec.vocab_size), np.float32)
@@ -139,6 +159,29 @@ class NativeExecutor:
             logits,
         )
         return logits
+
+    def _check_loaded(self) -> None:
+        if self._missing:
+            raise ValueError("the weights are not loaded")
+
+
+def draws(rows: Sequence[Row | None]) -> list[tuple[Any, ...]]:
+    """The rows that are not None as the native module takes them."""
+    return [
+        (
+            r,
+            row.params.temperature,
+            min(row.params.top_k, _INT32_MAX),
+            row.params.top_p,
+            row.params.min_p,
+            row.seed & MASK64,
+            row.index,
+            row.banned or [],
+            row.keep_logits,
+        )
+        for r, row in enumerate(rows)
+        if row is not None
+    ]
 
 
 def _split(name: str) -> tuple[int, str]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.executor import Ints, Logits, StepBatch, Weight
+from services.worker.executor import Executor, Ints, Logits, StepBatch, Weight
 from services.worker.spec import DecoderSpec, RopeSpec
 from shared.errors import StartupError
 
@@ -33,7 +33,7 @@ class AttentionTile:
     mask: Tensor  # [N, 1, group * n, C], 0 where a query sees a key, else -inf
 
 
-class ReferenceExecutor:
+class ReferenceExecutor(Executor):
     """Implements `Executor`. Linear layers run over all rows of a step.
 
     `dtype` is that of weights and KV cache: "float32", "bfloat16" or "float16"; activations, sums and logits are

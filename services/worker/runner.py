@@ -6,7 +6,6 @@ import numpy as np
 
 from services.worker.batch import Batch
 from services.worker.executor import Executor, StepBatch
-from services.worker.sampler import sample
 from shared.config import EngineConfig
 from shared.messages import Plan, Result
 from shared.model_info import ModelInfo
@@ -17,7 +16,7 @@ class Runner:
 
     def __init__(self, executor: Executor, info: ModelInfo, config: EngineConfig) -> None:
         self.executor = executor
-        self._config = config
+        self._num_ids = info.tokenizer_size
         self._batch = Batch(config.block_size, info.eos_token_ids)
 
     def run(self, plan: Plan) -> Result:
@@ -27,10 +26,8 @@ class Runner:
         step = self._batch.apply(plan)
         tokens: list[int] = []
         if step is not None:
-            logits = self.executor.forward(step)
-            if len(step.logit_rows):
-                tokens = sample(logits, self._batch.sampling_rows(plan))
-                self._batch.append(plan, tokens)
+            tokens, _ = self.executor.forward_and_sample(step, self._batch.sampling_rows(plan), self._num_ids)
+            self._batch.append(plan, tokens)
         return Result(plan.epoch, plan.step, tokens)
 
     def reset(self) -> None:
@@ -39,13 +36,12 @@ class Runner:
 
     def warm_up(self) -> None:
         """Computes one token in the first block: what cannot run fails before the worker is ready."""
-        self.executor.forward(
-            StepBatch(
-                tokens=np.zeros(1, np.int32),
-                positions=np.zeros(1, np.int32),
-                query_start=np.array([0, 1], np.int32),
-                context_lens=np.ones(1, np.int32),
-                block_tables=np.zeros((1, 1), np.int32),
-                logit_rows=np.zeros(1, np.int32),
-            )
+        step = StepBatch(
+            tokens=np.zeros(1, np.int32),
+            positions=np.zeros(1, np.int32),
+            query_start=np.array([0, 1], np.int32),
+            context_lens=np.ones(1, np.int32),
+            block_tables=np.zeros((1, 1), np.int32),
+            logit_rows=np.zeros(1, np.int32),
         )
+        self.executor.forward_and_sample(step, [None], self._num_ids)

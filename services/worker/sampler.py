@@ -27,6 +27,7 @@ class Row:
     seed: int
     index: int  # output tokens before this one
     banned: list[int] | None = None  # ids that must not be chosen
+    keep_logits: bool = False  # whoever samples hands the row's logits back too, as they came
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -35,7 +36,10 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def sample(scores: Floats, rows: Sequence[Row | None]) -> list[int]:
-    """One token id per row, or INVALID; a row of None is greedy. scores: the logits, [R, vocab], left as they are."""
+    """One token id per row, or INVALID; a row of None is greedy. scores: the logits, [R, vocab], left as they are.
+
+    The native executor samples by the same rules in csrc/cpu/sample.cpp; only the last bits of its exp differ.
+    """
     best = scores.argmax(axis=1)  # the lowest id of equals; a NaN if there is one
     valid = np.isfinite(scores[np.arange(len(rows)), best])
     tokens: list[int] = np.where(valid, best, INVALID).tolist()
@@ -49,7 +53,7 @@ def sample_row(scores: Floats, row: Row) -> int:
     """The token of one row. scores: float32 [vocab], free of NaN."""
     if row.banned:
         scores = scores.copy()
-        scores[row.banned] = -np.inf
+        scores[[id for id in row.banned if id < len(scores)]] = -np.inf
     best = int(scores.argmax())
     if not np.isfinite(scores[best]):
         return INVALID
