@@ -150,15 +150,14 @@ class Ops {
     const std::vector<SampleRow> how = sample_rows(size_t(rows), draws, kept);
     std::vector<int32_t> tokens(static_cast<size_t>(rows));
     const nb::gil_scoped_release release;
-    Sampler sampler(engine_);
-    sampler.begin(how, ids);
+    sampler_.begin(how, ids);
     engine_.pool().run((ids + piece - 1) / piece, [&](int64_t i, int thread) {
       const int64_t first = i * piece, count = std::min(piece, ids - first);
       std::vector<float> tile(size_t(rows * count));
       for (int64_t r = 0; r < rows; ++r) std::copy_n(logits.data() + r * ids + first, count, tile.data() + r * count);
-      sampler.take(tile.data(), count, 0, rows, first, count, thread);
+      sampler_.take(tile.data(), count, 0, rows, first, count, thread);
     });
-    sampler.finish(tokens.data());
+    sampler_.finish(tokens.data());
     return tokens;
   }
 
@@ -185,6 +184,7 @@ class Ops {
 
  private:
   Engine engine_;
+  Sampler sampler_{engine_};
 };
 
 // A KV cache of one layer with its rope and attention: q [rows, heads * dim] and the like, as a step has them.

@@ -31,6 +31,49 @@ int64_t first_above(std::span<const double> running, double target) {
   return std::min(above, std::lower_bound(running.begin(), running.end(), running.back())) - running.begin();
 }
 
+// The lightest weight of a nucleus, and how many as heavy as it are inside.
+struct NucleusEdge {
+  float weight;
+  int64_t equals;
+};
+
+// Positive floats order as their bits do: each round splits the weights by some bits, from the upper ones on, and goes
+// on with the bucket in which the mass that is left out, counted from the lightest, would pass `allowed`. What `total`
+// holds beyond these weights is lighter than all of them.
+NucleusEdge nucleus_edge(std::span<const float> weights, double total, double allowed) {
+  constexpr struct {
+    int shift, buckets;
+  } rounds[] = {{18, 4096}, {9, 512}, {0, 512}};  // no weight is above 1, whose bits are 0x3f800000
+  std::vector<double> masses;
+  std::vector<float> bucket;
+  double outside = 0.0;
+  for (const auto& [shift, buckets] : rounds) {
+    masses.assign(size_t(buckets), 0.0);
+    const auto name = [&](float w) { return std::bit_cast<uint32_t>(w) >> shift & uint32_t(buckets - 1); };
+    for (float w : weights) masses[name(w)] += double(w);
+    if (shift == rounds[0].shift)
+      outside = std::clamp(total - std::accumulate(masses.begin(), masses.end(), 0.0), 0.0, allowed);
+    uint32_t edge = 0;
+    double before = outside;
+    for (uint32_t b = 0; b < masses.size() && outside <= allowed; ++b) {
+      if (masses[b] == 0.0) continue;
+      edge = b;
+      before = outside;
+      outside += masses[b];
+    }
+    outside = before;
+    std::vector<float> next;
+    next.reserve(weights.size());
+    for (float w : weights)
+      if (name(w) == edge) next.push_back(w);
+    bucket.swap(next);
+    weights = bucket;
+  }
+  const auto count = int64_t(weights.size());
+  const auto dropped = int64_t(std::floor((allowed - outside) / double(weights[0])));
+  return {weights[0], count - std::clamp<int64_t>(dropped, 0, count - 1)};
+}
+
 // Sets those of the banned ids that lie in the piece to -infinity; infinity into `best` for one that is no number.
 void ban(const std::vector<int32_t>& banned, float* scores, int64_t first, int64_t count, Best& best) {
   for (auto id = std::lower_bound(banned.begin(), banned.end(), first); id != banned.end() && *id < first + count;
@@ -79,50 +122,16 @@ void Candidates::top_k(int64_t k) {
 void Candidates::top_p(double share) {
   if (share >= 1.0) return;
   const double total = sum_blocks(), allowed = (1.0 - share) * total;
-  const int64_t all = n_;
   at_least(float(allowed / double(n_) * 0.999999));  // what is lighter fits outside, even n times
-  const double inside = std::accumulate(weights_, weights_ + n_, 0.0);
-  int64_t equals = 0;
-  const float edge = nucleus_edge(n_ < all ? std::max(0.0, total - inside) : 0.0, allowed, equals);
-  int64_t kept = 0;
+  const NucleusEdge edge = nucleus_edge(std::span(weights_, size_t(n_)), total, allowed);
+  int64_t kept = 0, equals = edge.equals;
   for (int64_t i = 0; i < n_; ++i) {
-    if (weights_[i] < edge || (weights_[i] == edge && equals-- <= 0)) continue;
-    weights_[kept] = weights_[i];
-    list_ids_[kept++] = list_ids_[i];
+    const float weight = weights_[i];
+    weights_[kept] = weight;
+    list_ids_[kept] = list_ids_[i];
+    kept += weight > edge.weight || (weight == edge.weight && equals-- > 0);
   }
   n_ = kept;
-}
-
-// The lightest weight of the nucleus, and how many as heavy as it are in: `outside` is the mass already left out.
-// Positive floats order as their bits do, so the edge is found bits by bits, from the upper ones.
-float Candidates::nucleus_edge(double outside, double allowed, int64_t& equals) const {
-  constexpr int shifts[] = {18, 9, 0};
-  std::vector<double> masses;
-  uint32_t prefix = 0;
-  for (int level = 0; level < 3; ++level) {
-    const int shift = shifts[level];
-    masses.assign(level ? 512 : 4096, 0.0);
-    for (int64_t i = 0; i < n_; ++i) {
-      const auto bits = std::bit_cast<uint32_t>(weights_[i]);
-      if (level && bits >> (shift + 9) != prefix) continue;
-      masses[level ? bits >> shift & 511 : bits >> shift] += double(weights_[i]);
-    }
-    size_t edge = 0;
-    double before = outside;
-    for (size_t b = 0; b < masses.size(); ++b) {
-      if (masses[b] == 0.0) continue;
-      edge = b;
-      before = outside;
-      if (outside + masses[b] > allowed) break;
-      outside += masses[b];
-    }
-    outside = before;
-    prefix = prefix << 9 | uint32_t(edge);
-  }
-  const auto edge = std::bit_cast<float>(prefix);
-  const int64_t count = std::count(weights_, weights_ + n_, edge);
-  equals = count - std::min(count - 1, int64_t(std::floor((allowed - outside) / double(edge))));
-  return edge;
 }
 
 double Candidates::sum_blocks() {

@@ -38,7 +38,6 @@ class Candidates {
 
  private:
   double sum_blocks();
-  float nucleus_edge(double outside, double allowed, int64_t& equals) const;
 
   const Kernels& kernels_;
   float* weights_;

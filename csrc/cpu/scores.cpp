@@ -73,12 +73,21 @@ void block_maxima(const float* scores, int64_t n, float* maxima) {
 // The values of `bound` or more and their indexes; returns how many.
 int64_t at_least(const float* x, int64_t n, float bound, int32_t* ids, float* values) {
   int64_t count = 0, i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    for (uint32_t mask = lanes_at_least(load(x + i), set1(bound)); mask; mask &= mask - 1) {
+  for (; i + kLanes <= n; i += kLanes) {
+    const V value = load(x + i);
+    uint32_t mask = lanes_at_least(value, set1(bound));
+    if (mask == (1u << kLanes) - 1) {
+      store(values + count, value);
+      for (int lane = 0; lane < kLanes; ++lane) ids[count + lane] = int32_t(i) + lane;
+      count += kLanes;
+      continue;
+    }
+    for (; mask; mask &= mask - 1) {
       ids[count] = int32_t(i) + __builtin_ctz(mask);
       values[count] = x[ids[count]];
       ++count;
     }
+  }
   for (; i < n; ++i)
     if (x[i] >= bound) {
       ids[count] = int32_t(i);
