@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 
+from services.worker.cores import usable_cores
 from services.worker.executor import Executor
 from services.worker.spec import DecoderSpec
 from shared.config import EngineConfig
@@ -35,9 +35,7 @@ def make_executor(spec: DecoderSpec, config: EngineConfig, info: ModelInfo) -> E
 
 def compute_threads(config: EngineConfig) -> int:
     """Threads of one worker: `--threads`, else this process's cores divided by the workers that share them."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return config.threads or max(1, cores // config.local_workers)
+    return config.threads or max(1, usable_cores() // config.local_workers)
 
 
 def native_unavailable() -> str | None:
