@@ -125,7 +125,9 @@ def weight_bytes(flags: Sequence[str]) -> int:
 
     engine, _ = parse([EngineConfig, ServeConfig], flags, prog="pagebus serve", positional="model")
     info = read_model_info(engine)
-    return loader.weight_bytes(decoder_spec(read_config(Path(info.path)), info.max_model_len), info.dtype)
+    spec = decoder_spec(read_config(Path(info.path)), info.max_model_len)
+    formats = loader.weight_formats(Path(info.path), spec, engine.quantization)
+    return loader.weight_bytes(spec, info.dtype, formats)
 
 
 def summary(starts: Sequence[Start], weights: int) -> dict[str, Any]:

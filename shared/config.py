@@ -17,6 +17,7 @@ DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 BackendName = Literal["auto", "reference", "cpu"]
+Quantization = Literal["none", "int8", "int4", "w8a8", "gguf"]
 
 
 class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -30,6 +31,14 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
     ] = []
     revision: Annotated[str, option("Model", "branch, tag or commit of a hub model")] = ""
     dtype: Annotated[Dtype, option("Model", "of weights and KV cache; auto takes the checkpoint's own")] = "auto"
+    quantization: Annotated[
+        Quantization,
+        option(
+            "Model",
+            "of the weights, made at load: int8 and int4 in groups of 32, w8a8 for activations too; gguf runs a GGUF"
+            " file's Q4_0, Q4_1 and Q8_0 as stored; none holds all in --dtype",
+        ),
+    ] = "none"
     max_model_len: (
         Annotated[int, option("Model", "longest prompt and output together, in tokens (default: the model's)", ge=1)]
         | None

@@ -46,6 +46,8 @@ def read_model_info(config: EngineConfig) -> ModelInfo:
     model = read_config(path)
     if model.values.get("quantization_config"):
         raise model.error("quantization_config", "is given: checkpoints quantised in that way are not supported")
+    if config.quantization == "gguf" and not is_gguf(path):
+        raise StartupError(f"--quantization gguf: {path} is not a GGUF file; choose int8, int4 or w8a8")
     return ModelInfo(
         path=str(path),
         architecture=model.architecture,

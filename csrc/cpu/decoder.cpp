@@ -40,6 +40,7 @@ Decoder::Decoder(DecoderConfig config, const std::string& isa, int threads)
   require(c.num_heads % c.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads");
   require(int64_t(c.inv_freq.size()) * 2 <= c.head_dim, "rope.dim must be at most head_dim");
   require(int64_t(c.windows.size()) == c.num_layers, "windows must hold one entry per layer");
+  require(int64_t(c.formats.layers.size()) == c.num_layers, "formats must hold one entry per layer");
   for (int window : c.windows) require(window >= 0, "windows must not be negative");
   require(c.block_size >= 1 && c.block_size <= 256, "block_size must be in [1, 256], got " + text(c.block_size));
   cache_.dtype = c.dtype;
@@ -62,21 +63,28 @@ void Decoder::place_weights() {
   const int64_t q = c.num_heads * c.head_dim, kv = c.num_kv_heads * c.head_dim;
   layers_.resize(size_t(c.num_layers));
   std::vector<Packed*> matrices;
-  for (Layer& layer : layers_) {
-    layer.qkv = packed_layout(c.dtype, q + 2 * kv, c.hidden_size, false);
-    layer.o = packed_layout(c.dtype, c.hidden_size, q, false);
-    layer.gate_up = packed_layout(c.dtype, c.intermediate_size, c.hidden_size, true);
-    layer.down = packed_layout(c.dtype, c.hidden_size, c.intermediate_size, false);
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    Layer& layer = layers_[i];
+    const Formats::Layer& f = c.formats.layers[i];
+    layer.qkv = packed_layout(f.qkv, c.dtype, q + 2 * kv, c.hidden_size, false);
+    layer.o = packed_layout(f.o, c.dtype, c.hidden_size, q, false);
+    layer.gate_up = packed_layout(f.gate_up, c.dtype, c.intermediate_size, c.hidden_size, true);
+    layer.down = packed_layout(f.down, c.dtype, c.hidden_size, c.intermediate_size, false);
     matrices.insert(matrices.end(), {&layer.qkv, &layer.o, &layer.gate_up, &layer.down});
   }
-  head_ = packed_layout(c.dtype, c.vocab_size, c.hidden_size, false);
+  head_ = packed_layout(c.formats.head, c.dtype, c.vocab_size, c.hidden_size, false);
   matrices.push_back(&head_);
+  const bool plain_embedding = !c.tie_embeddings && c.formats.embed == Format::dense;
+  if (!c.tie_embeddings && !plain_embedding) {
+    embed_ = packed_layout(c.formats.embed, c.dtype, c.vocab_size, c.hidden_size, false);
+    matrices.push_back(&embed_);
+  }
   int64_t bytes = 0;
   for (const Packed* w : matrices) bytes += packed_bytes(*w);
   const int64_t rows_at = bytes;
-  if (!c.tie_embeddings) bytes += c.vocab_size * c.hidden_size * dtype_bytes(c.dtype);
+  if (plain_embedding) bytes += c.vocab_size * c.hidden_size * dtype_bytes(c.dtype);
   weights_ = Memory(size_t(bytes), true);
-  if (!c.tie_embeddings) embed_rows_ = weights_.data() + rows_at;
+  if (plain_embedding) embed_rows_ = weights_.data() + rows_at;
   int64_t at = 0;
   for (Packed* w : matrices) {
     w->data = weights_.data() + at;
@@ -108,7 +116,22 @@ float* Decoder::place_floats(int64_t n) {
 
 void Decoder::load_matrix(Packed& w, const Tensor& tensor, int64_t rows, int64_t first, int half) {
   require(tensor.shape == std::vector<int64_t>{rows, w.k}, "the shape must be [" + text(rows) + ", " + text(w.k) + "]");
-  engine_.pack({&w, tensor.data, tensor.dtype, first, half}, rows);
+  require(tensor.first >= 0 && tensor.count >= 0 && tensor.first + tensor.count <= rows, "no such rows");
+  engine_.pack({&w, tensor.data, tensor.dtype, first + tensor.first, half, tensor.blocks}, tensor.count);
+}
+
+void Decoder::load_embedding(const Tensor& tensor) {
+  const DecoderConfig& c = config_;
+  const int64_t hidden = c.hidden_size, from = hidden * dtype_bytes(tensor.dtype), to = hidden * dtype_bytes(c.dtype);
+  if (c.tie_embeddings) return load_matrix(head_, tensor, c.vocab_size, 0, 0);
+  if (!embed_rows_) return load_matrix(embed_, tensor, c.vocab_size, 0, 0);
+  require(tensor.shape == std::vector<int64_t>{c.vocab_size, hidden}, "the shape must be [vocab_size, hidden_size]");
+  require(tensor.first >= 0 && tensor.first + tensor.count <= c.vocab_size, "no such rows");
+  engine_.pool().run(tensor.count, [&](int64_t row, int) {
+    std::vector<float> values(static_cast<size_t>(hidden));
+    engine_.kernels().widen(tensor.dtype, static_cast<const char*>(tensor.data) + row * from, values.data(), hidden);
+    engine_.kernels().narrow(c.dtype, values.data(), embed_rows_ + (tensor.first + row) * to, hidden);
+  });
 }
 
 void Decoder::load_floats(float* to, const Tensor& tensor, int64_t n) {
@@ -131,16 +154,8 @@ void Decoder::load(int64_t index, const std::string& name, const Tensor& tensor)
   if (index < 0) {
     if (name == "final_norm.weight") return load_floats(final_norm_, tensor, hidden);
     if (name == "lm_head.weight" && !c.tie_embeddings) return load_matrix(head_, tensor, c.vocab_size, 0, 0);
-    if (name == "embed.weight" && c.tie_embeddings) return load_matrix(head_, tensor, c.vocab_size, 0, 0);
     require(name == "embed.weight", "the decoder has no such weight");
-    require(tensor.shape == std::vector<int64_t>{c.vocab_size, hidden}, "the shape must be [vocab_size, hidden_size]");
-    engine_.pool().run(c.vocab_size, [&](int64_t row, int) {
-      std::vector<float> values(static_cast<size_t>(hidden));
-      const char* source = static_cast<const char*>(tensor.data) + row * hidden * dtype_bytes(tensor.dtype);
-      engine_.kernels().widen(tensor.dtype, source, values.data(), hidden);
-      engine_.kernels().narrow(c.dtype, values.data(), embed_rows_ + row * hidden * dtype_bytes(c.dtype), hidden);
-    });
-    return;
+    return load_embedding(tensor);
   }
   require(index < c.num_layers, "layer out of range");
   Layer& layer = layers_[size_t(index)];
@@ -238,7 +253,7 @@ void Decoder::embed(const Batch& b) {
     if (embed_rows_)
       engine_.kernels().widen(config_.dtype, embed_rows_ + token * hidden * dtype_bytes(config_.dtype), to, hidden);
     else
-      engine_.kernels().unpack_row(head_, token, to);
+      engine_.unpack_row(config_.tie_embeddings ? head_ : embed_, token, to);
   });
 }
 

@@ -12,6 +12,15 @@
 
 namespace pagebus {
 
+// How the matrices hold their weights. `embed` counts where the head has weights of its own.
+struct Formats {
+  struct Layer {
+    Format qkv, o, gate_up, down;
+  };
+  std::vector<Layer> layers;
+  Format head, embed;
+};
+
 // The fields of DecoderSpec (services/worker/spec.py) and of the executor.
 struct DecoderConfig {
   int64_t vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size;
@@ -23,6 +32,7 @@ struct DecoderConfig {
   bool tie_embeddings, qkv_bias, o_bias, mlp_bias, qk_norm;
   DType dtype;
   int64_t block_size;
+  Formats formats;
 };
 
 // StepBatch (services/worker/executor.py).
@@ -31,11 +41,14 @@ struct Batch {
   int64_t table_width;
 };
 
-// A checkpoint's tensor: [rows] or [rows, columns], row-major.
+// A checkpoint's tensor, [rows] or [rows, columns], row-major. `data` may be a part of a matrix: `count` rows from row
+// `first` on. With blocks, the dtype says nothing.
 struct Tensor {
   const void* data;
   DType dtype;
   std::vector<int64_t> shape;
+  int64_t first = 0, count = 0;
+  Blocks blocks = Blocks::none;
 };
 
 class Decoder {
@@ -68,6 +81,7 @@ class Decoder {
 
   void place_weights();
   float* place_floats(int64_t n);
+  void load_embedding(const Tensor& tensor);
   void load_matrix(Packed& w, const Tensor& tensor, int64_t rows, int64_t first, int half);
   void load_floats(float* to, const Tensor& tensor, int64_t n);
   void load_gated_bias(Packed& w, const Tensor& tensor, int half);
@@ -89,7 +103,8 @@ class Decoder {
   Memory kv_, weights_, floats_;
   int64_t placed_floats_ = 0;
   Packed head_{};               // tied, it is the embedding too
-  char* embed_rows_ = nullptr;  // [vocab][hidden] where the head has weights of its own
+  Packed embed_{};              // where the head has weights of its own and the embedding is quantised
+  char* embed_rows_ = nullptr;  // [vocab][hidden] where it is not
   float* final_norm_ = nullptr;
   std::vector<Layer> layers_;
 

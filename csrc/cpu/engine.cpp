@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
 
 namespace pagebus {
@@ -68,6 +69,14 @@ DType parse_dtype(const std::string& name) {
   throw std::invalid_argument("dtype must be float32, bfloat16 or float16, got '" + name + "'");
 }
 
+Format parse_format(const std::string& name) {
+  if (name == "dense") return Format::dense;
+  if (name == "q8") return Format::q8;
+  if (name == "q4") return Format::q4;
+  if (name == "w8") return Format::w8;
+  throw std::invalid_argument("format must be dense, q8, q4 or w8, got '" + name + "'");
+}
+
 Engine::Engine(const std::string& isa, int threads) : kernels_(choose(isa)), pool_(check_threads(threads)) {
   scratch_.resize(size_t(threads));
   reserve(kGemmScratch + kTileFloats);
@@ -89,20 +98,56 @@ Engine::Cut Engine::cut(const Packed& w, int64_t rows, int64_t units) const {
   return {row_block, (rows + row_block - 1) / row_block, step, (units + step - 1) / step};
 }
 
+Engine::Product Engine::product(const GemmArgs& args, int64_t rows) {
+  Product product{args, kernels_->gemm, {}};
+  if (args.w->format == Format::w8) {
+    product.kernel = kernels_->gemm_w8a8;
+    product.codes = encode_rows(args, rows);
+  } else if (args.w->format != Format::dense) {
+    product.kernel = kernels_->gemm_quantized;
+  }
+  return product;
+}
+
 void Engine::gemm(const GemmArgs& args, int64_t rows) {
   const int64_t units = (args.w->panels + kUnitPanels - 1) / kUnitPanels;
   const Cut c = cut(*args.w, rows, units);
+  const Product product = this->product(args, rows);
   pool_.run(c.row_blocks * c.spans, [&](int64_t chunk, int thread) {
     const int64_t row = chunk / c.spans * c.row_block, unit = chunk % c.spans * c.step;
-    kernels_->gemm(args, row, std::min(rows, row + c.row_block), unit, std::min(units, unit + c.step), scratch(thread));
+    product.run(row, std::min(rows, row + c.row_block), unit, std::min(units, unit + c.step), scratch(thread));
   });
+}
+
+// Row codes take two bytes each at most; rows a multiple of 4096 bytes apart would fall on the same cache sets.
+RowCodes Engine::encode_rows(const GemmArgs& args, int64_t rows) {
+  const int64_t groups = (args.w->k + kMaxGroup - 1) / kMaxGroup, ld = groups * kMaxGroup * 2 + 64;
+  const int64_t scales_at = rows * ld, bytes = scales_at + rows * groups * 8;
+  if (int64_t(codes_.bytes()) < bytes) codes_ = Memory(size_t(round_up(bytes, 1 << 16)));
+  auto* scales = reinterpret_cast<float*>(codes_.data() + scales_at);
+  const RowCodes codes{codes_.data(), ld, scales, reinterpret_cast<int32_t*>(scales + rows * groups), groups};
+  run_rows(pool_, rows, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) kernels_->encode_row(args.x + r * args.ldx, args.w->k, r, codes);
+  });
+  return codes;
 }
 
 void Engine::pack(const PackArgs& args, int64_t rows) {
   const int64_t lead = args.first % kPanel;  // chunks end where panels do, so that no two threads share one
+  std::atomic<bool> finite{true};
   pool_.run((rows + lead + kPanel - 1) / kPanel, [&](int64_t chunk, int) {
-    kernels_->pack(args, std::max<int64_t>(0, chunk * kPanel - lead), std::min(rows, (chunk + 1) * kPanel - lead));
+    const int64_t begin = std::max<int64_t>(0, chunk * kPanel - lead),
+                  end = std::min(rows, (chunk + 1) * kPanel - lead);
+    if (args.w->format == Format::dense)
+      kernels_->pack(args, begin, end);
+    else if (!kernels_->quantize(args, begin, end))
+      finite = false;
   });
+  if (!finite) throw std::invalid_argument("a value that is not finite cannot be quantised");
+}
+
+void Engine::unpack_row(const Packed& w, int64_t output, float* y) const {
+  (w.format == Format::dense ? kernels_->unpack_row : kernels_->unpack_quantized)(w, output, y);
 }
 
 void Engine::rms_norm(const float* x, int64_t ldx, const float* weight, float* y, int64_t ldy, int64_t rows, int64_t n,
@@ -125,10 +170,12 @@ int64_t Engine::attention_scratch(const CacheLayout& cache, int group) {
   return kTile * (cache.head_dim + padded + kPanel) + rows * (2 * padded + 4);
 }
 
-Packed packed_layout(DType dtype, int64_t n, int64_t k, bool gated) {
+Packed packed_layout(Format format, DType dtype, int64_t n, int64_t k, bool gated) {
   const int64_t panels = (n + kPanel - 1) / kPanel * (gated ? 2 : 1);
   const int64_t depth = dtype == DType::bf16 ? round_up(k, 2) : k;
-  return {dtype, gated, n, k, panels, round_up(depth * kPanel * dtype_bytes(dtype), 64), nullptr, nullptr};
+  const int64_t bytes = format == Format::dense ? depth * kPanel * dtype_bytes(dtype)
+                                                : round_up(k, group_k(format)) / group_k(format) * group_bytes(format);
+  return {dtype, gated, n, k, panels, round_up(bytes, 64), nullptr, nullptr, format};
 }
 
 int64_t packed_bytes(const Packed& w) { return w.panels * w.panel_bytes; }

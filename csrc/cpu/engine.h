@@ -18,6 +18,7 @@ constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * t
 std::vector<std::string> runnable_isas();
 
 DType parse_dtype(const std::string& name);
+Format parse_format(const std::string& name);
 
 class Engine {
  public:
@@ -36,7 +37,9 @@ class Engine {
   // use(tile, ld, row, row_end, column, column_end, thread). A thread's pieces of a row ascend.
   template <class F>
   void gemm_tiles(const GemmArgs& args, int64_t rows, int64_t columns, const F& use);
+  // Packs, or quantises. Throws std::invalid_argument for values that cannot be quantised.
   void pack(const PackArgs& args, int64_t rows);
+  void unpack_row(const Packed& w, int64_t output, float* y) const;
   void rms_norm(const float* x, int64_t ldx, const float* weight, float* y, int64_t ldy, int64_t rows, int64_t n,
                 float eps);
   void rope(const RopeArgs& args);
@@ -46,6 +49,20 @@ class Engine {
   static int64_t attention_scratch(const CacheLayout& cache, int group);
 
  private:
+  // A product with the kernel for its matrix, and the rows' codes where that takes them.
+  struct Product {
+    GemmArgs args;
+    decltype(Kernels::gemm) kernel;
+    RowCodes codes;
+
+    void run(int64_t row, int64_t row_end, int64_t unit, int64_t unit_end, float* scratch) const {
+      GemmArgs own = args;
+      own.codes = &codes;
+      kernel(own, row, row_end, unit, unit_end, scratch);
+    }
+  };
+  Product product(const GemmArgs& args, int64_t rows);
+
   // How a product is cut into chunks: row blocks times spans of units.
   struct Cut {
     int64_t row_block, row_blocks, step, spans;
@@ -54,7 +71,10 @@ class Engine {
 
   const Kernels* kernels_;
   Pool pool_;
+  RowCodes encode_rows(const GemmArgs& args, int64_t rows);
+
   std::vector<Memory> scratch_;
+  Memory codes_;
 };
 
 constexpr int64_t kTileFloats = 16384;  // of a tile of gemm_tiles, in a thread's scratch
@@ -66,20 +86,23 @@ void Engine::gemm_tiles(const GemmArgs& args, int64_t rows, int64_t columns, con
   Cut c = cut(*args.w, rows, units);
   c.step = std::min(c.step, std::max<int64_t>(1, kTileFloats / (c.row_block * width)));
   c.spans = (units + c.step - 1) / c.step;
+  const Product whole = product(args, rows);
   pool_.run(c.row_blocks * c.spans, [&](int64_t chunk, int thread) {
     const int64_t row = chunk / c.spans * c.row_block, row_end = std::min(rows, row + c.row_block);
     const int64_t unit = chunk % c.spans * c.step, unit_end = std::min(units, unit + c.step);
     float* tile = scratch(thread) + kGemmScratch;
-    GemmArgs piece = args;
-    piece.ldy = (unit_end - unit) * width;
-    piece.y = tile - row * piece.ldy - unit * width;
-    kernels_->gemm(piece, row, row_end, unit, unit_end, scratch(thread));
-    use(tile, piece.ldy, row, row_end, unit * width, std::min(columns, unit_end * width), thread);
+    Product piece = whole;
+    piece.args.ldy = (unit_end - unit) * width;
+    piece.args.y = tile - row * piece.args.ldy - unit * width;
+    piece.run(row, row_end, unit, unit_end, scratch(thread));
+    use(tile, piece.args.ldy, row, row_end, unit * width, std::min(columns, unit_end * width), thread);
   });
 }
 
 // Shape, size and place of a packed matrix; the data is the caller's.
 Packed packed_layout(DType dtype, int64_t n, int64_t k, bool gated);
+// Shape, size and place of a packed matrix; the data is the caller's. `dtype` is that of a dense one.
+Packed packed_layout(Format format, DType dtype, int64_t n, int64_t k, bool gated);
 int64_t packed_bytes(const Packed& w);
 
 // Fills in the offsets of a layout whose dtype, block_size, kv_heads and head_dim are set.

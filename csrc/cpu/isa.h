@@ -20,6 +20,13 @@ void exp_weights(float* scores, int64_t n, float best, float temperature);
 void block_sums(const float* weights, int64_t n, double* sums);
 void block_maxima(const float* scores, int64_t n, float* maxima);
 int64_t at_least(const float* x, int64_t n, float bound, int32_t* ids, float* values);
+bool quantize(const PackArgs& a, int64_t begin, int64_t end);
+void gemm_quantized(const GemmArgs& g, int64_t row_begin, int64_t row_end, int64_t unit_begin, int64_t unit_end,
+                    float* scratch);
+void gemm_w8a8(const GemmArgs& g, int64_t row_begin, int64_t row_end, int64_t unit_begin, int64_t unit_end,
+               float* scratch);
+void encode_row(const float* x, int64_t k, int64_t row, const RowCodes& to);
+void unpack_quantized(const Packed& w, int64_t output, float* y);
 float probe_read(const float* data, int64_t n);
 float probe_fma(int64_t iterations);
 

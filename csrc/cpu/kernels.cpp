@@ -28,6 +28,11 @@ const Kernels* PAGEBUS_JOIN(kernels_, PAGEBUS_ISA)() {
                                  isa::block_sums,
                                  isa::block_maxima,
                                  isa::at_least,
+                                 isa::quantize,
+                                 isa::gemm_quantized,
+                                 isa::gemm_w8a8,
+                                 isa::encode_row,
+                                 isa::unpack_quantized,
                                  isa::probe_read,
                                  isa::probe_fma};
   return &table;

@@ -14,6 +14,11 @@ enum class Epilogue : int { store, add, silu_mul };
 // How a matrix holds its weights: as numbers of its dtype, or as codes with float16 scales for groups along k: int8
 // (q8), 4 bits and an offset (q4), int8 for integer products (w8). See quantized.h for their panels.
 enum class Format : int { dense, q8, q4, w8 };
+constexpr int kMaxGroup = 64;
+static constexpr int group_k(Format format) { return format == Format::w8 ? 64 : 32; }
+static constexpr int group_bytes(Format format) {
+  return format == Format::q4 ? 16 * (4 + 16) : 16 * (2 + group_k(format));
+}
 
 // A weight matrix [n outputs, k inputs] as panels of 16 outputs, each [k][16] in the dtype; in bf16 two successive k
 // are paired, [k / 2][16][2]. With `gated`, the panels of gate and up (n outputs each) alternate. A unit is two panels.
@@ -31,6 +36,16 @@ struct Packed {
   Format format = Format::dense;
 };
 
+// Rows of activations as int8 codes, in the form that a build's integer product reads, with a scale for each group
+// of 64.
+struct RowCodes {
+  char* codes;
+  int64_t ld;     // bytes from one row to the next
+  float* scales;  // [rows][groups]
+  int32_t* sums;  // [rows][groups], 128 times the sum of a group's codes
+  int64_t groups;
+};
+
 // y[rows, n] = epilogue(x[rows, k] * w^T + bias): stored, added to y, or silu(gate) * up.
 struct GemmArgs {
   const Packed* w;
@@ -39,9 +54,17 @@ struct GemmArgs {
   float* y;
   int64_t ldy;
   Epilogue epilogue;
+  const RowCodes* codes = nullptr;  // of x, for a w8 matrix
 };
-constexpr int kGemmRows = 96;  // rows that share a sweep over the panels
-constexpr int kGemmScratch = kGemmRows * kPanel * kUnitPanels;
+constexpr int kGemmRows = 96;       // rows that share a sweep over the panels
+constexpr int kWidenedDepth = 128;  // k of quantised panels that are widened at once
+constexpr int kGemmScratch = kGemmRows * kPanel * kUnitPanels + kWidenedDepth * kPanel * kUnitPanels;
+
+// A source's blocks of 32 quantised weights along k, as GGUF files hold them; none: it holds numbers.
+enum class Blocks : int { none, q4_0, q4_1, q8_0 };
+static constexpr int64_t block_bytes(Blocks blocks) {
+  return blocks == Blocks::q4_0 ? 18 : blocks == Blocks::q4_1 ? 20 : 34;
+}
 
 // Copies source rows [n][k] to outputs first .. first + n of a packed matrix; `half` 1 means the up part of a gated
 // one.
@@ -51,6 +74,7 @@ struct PackArgs {
   DType source_dtype;
   int64_t first;
   int half;
+  Blocks blocks = Blocks::none;
 };
 
 // The KV cache: block b at kv + b * block_bytes, in it layer by layer, in that head by head: keys transposed [head_dim]
@@ -136,6 +160,14 @@ struct Kernels {
   void (*block_sums)(const float* weights, int64_t n, double* sums);
   void (*block_maxima)(const float* scores, int64_t n, float* maxima);
   int64_t (*at_least)(const float* x, int64_t n, float bound, int32_t* ids, float* values);
+  // Like pack, gemm and unpack_row, for quantised matrices. False: the source has a value that is not finite.
+  bool (*quantize)(const PackArgs&, int64_t begin, int64_t end);
+  void (*gemm_quantized)(const GemmArgs&, int64_t row_begin, int64_t row_end, int64_t unit_begin, int64_t unit_end,
+                         float* scratch);  // q8 and q4
+  void (*gemm_w8a8)(const GemmArgs&, int64_t row_begin, int64_t row_end, int64_t unit_begin, int64_t unit_end,
+                    float* scratch);
+  void (*encode_row)(const float* x, int64_t k, int64_t row, const RowCodes& to);
+  void (*unpack_quantized)(const Packed&, int64_t output, float* y);
   float (*probe_read)(const float* data, int64_t n);
   float (*probe_fma)(int64_t iterations);  // kProbeFlops each
 };

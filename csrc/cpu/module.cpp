@@ -31,15 +31,40 @@ void require(bool ok, const char* message) {
   if (!ok) throw std::invalid_argument(message);
 }
 
-// float32 arrays, or the bits of bfloat16 and float16 ones as 16-bit integers.
-Tensor tensor_of(const Raw& array, const std::string& dtype) {
-  Tensor tensor{array.data(), parse_dtype(dtype), {}};
-  const bool matches = tensor.dtype == DType::f32
+Blocks parse_blocks(const std::string& name) {
+  return name == "Q4_0" ? Blocks::q4_0 : name == "Q4_1" ? Blocks::q4_1 : name == "Q8_0" ? Blocks::q8_0 : Blocks::none;
+}
+
+// float32 arrays, the bits of bfloat16 and float16 ones as 16-bit integers, or the bytes of GGUF blocks [rows, bytes].
+// `shape`, where not empty, is that of the whole of which the array holds the rows from `first` on.
+Tensor tensor_of(const Raw& array, const std::string& dtype, std::vector<int64_t> shape = {}, int64_t first = 0) {
+  Tensor tensor{array.data(), DType::f32, std::move(shape), first, 0, parse_blocks(dtype)};
+  if (tensor.blocks == Blocks::none) tensor.dtype = parse_dtype(dtype);
+  const bool matches = tensor.blocks != Blocks::none ? array.dtype() == nb::dtype<uint8_t>()
+                       : tensor.dtype == DType::f32
                            ? array.dtype() == nb::dtype<float>()
                            : array.dtype() == nb::dtype<uint16_t>() || array.dtype() == nb::dtype<int16_t>();
   if (!matches) throw std::invalid_argument("the array's type does not hold " + dtype);
-  for (size_t i = 0; i < array.ndim(); ++i) tensor.shape.push_back(int64_t(array.shape(i)));
+  if (tensor.shape.empty())
+    for (size_t i = 0; i < array.ndim(); ++i) tensor.shape.push_back(int64_t(array.shape(i)));
+  tensor.count = array.ndim() ? int64_t(array.shape(0)) : 0;
+  if (tensor.blocks != Blocks::none) {
+    require(array.ndim() == 2 && tensor.shape.size() == 2 && tensor.shape[1] % 32 == 0 &&
+                int64_t(array.shape(1)) == tensor.shape[1] / 32 * block_bytes(tensor.blocks),
+            "the rows do not hold these blocks");
+  }
   return tensor;
+}
+
+Formats parse_formats(const std::vector<std::vector<std::string>>& layers, const std::string& head,
+                      const std::string& embed) {
+  Formats formats{{}, parse_format(head), parse_format(embed)};
+  for (const auto& layer : layers) {
+    require(layer.size() == 4, "formats of a layer are those of qkv, o, gate_up and down");
+    formats.layers.push_back(
+        {parse_format(layer[0]), parse_format(layer[1]), parse_format(layer[2]), parse_format(layer[3])});
+  }
+  return formats;
 }
 
 std::span<const int32_t> ints(const Ints& array) { return {array.data(), array.shape(0)}; }
@@ -77,17 +102,19 @@ std::vector<SampleRow> sample_rows(size_t count, const std::vector<Draw>& draws,
 // A packed matrix with memory of its own.
 class Matrix {
  public:
-  Matrix(Engine& engine, const Tensor& weight, DType dtype, bool gated, const float* bias) {
+  Matrix(Engine& engine, const Tensor& weight, Format format, DType dtype, bool gated, const float* bias) {
     require(weight.shape.size() == 2 && weight.shape[0] > 0 && weight.shape[1] > 0, "a weight must be a matrix");
     require(!gated || weight.shape[0] % 2 == 0, "gate and up must have the same rows");
     const int64_t n = weight.shape[0] / (gated ? 2 : 1), k = weight.shape[1];
-    packed = packed_layout(dtype, n, k, gated);
+    packed = packed_layout(format, dtype, n, k, gated);
     data_ = Memory(size_t(packed_bytes(packed)), true);
     packed.data = data_.data();
+    const int64_t row_bytes =
+        weight.blocks == Blocks::none ? k * dtype_bytes(weight.dtype) : k / 32 * block_bytes(weight.blocks);
     for (int half = 0; half <= int(gated); ++half)
-      engine.pack({&packed, static_cast<const char*>(weight.data) + half * n * k * dtype_bytes(weight.dtype),
-                   weight.dtype, 0, half},
-                  n);
+      engine.pack(
+          {&packed, static_cast<const char*>(weight.data) + half * n * row_bytes, weight.dtype, 0, half, weight.blocks},
+          n);
     if (!bias) return;
     bias_ = Memory(size_t(packed.panels * kPanel) * 4);
     packed.bias = bias_.floats();
@@ -109,13 +136,26 @@ class Ops {
 
   const char* isa() const { return engine_.kernels().name; }
 
-  std::unique_ptr<Matrix> pack(Raw weight, const std::string& source, const std::string& dtype, bool gated,
-                               nb::object bias) {
-    const Tensor tensor = tensor_of(weight, source);
-    if (bias.is_none()) return std::make_unique<Matrix>(engine_, tensor, parse_dtype(dtype), gated, nullptr);
+  // `target`: a dtype, or q8, q4 or w8. GGUF blocks are [n, bytes], `k` tells the columns.
+  std::unique_ptr<Matrix> pack(Raw weight, const std::string& source, const std::string& target, bool gated,
+                               nb::object bias, int64_t k) {
+    const bool quantised = target == "q8" || target == "q4" || target == "w8";
+    const Format format = quantised ? parse_format(target) : Format::dense;
+    const DType dtype = quantised ? DType::f32 : parse_dtype(target);
+    std::vector<int64_t> shape;
+    if (k) shape = {int64_t(weight.shape(0)), k};
+    const Tensor tensor = tensor_of(weight, source, std::move(shape));
+    require(quantised || tensor.blocks == Blocks::none, "blocks are for quantised matrices");
+    if (bias.is_none()) return std::make_unique<Matrix>(engine_, tensor, format, dtype, gated, nullptr);
     const auto values = nb::cast<Floats>(bias);
     require(values.shape(0) == weight.shape(0), "a bias must have one value per output");
-    return std::make_unique<Matrix>(engine_, tensor, parse_dtype(dtype), gated, values.data());
+    return std::make_unique<Matrix>(engine_, tensor, format, dtype, gated, values.data());
+  }
+
+  // The matrix as its rows are read back, [n, k]; of a gated one the gate.
+  void unpack(const Matrix& w, OutputTable y) {
+    require(int64_t(y.shape(0)) == w.packed.n && int64_t(y.shape(1)) == w.packed.k, "y must be [n, k]");
+    for (int64_t n = 0; n < w.packed.n; ++n) engine_.unpack_row(w.packed, n, y.data() + n * w.packed.k);
   }
 
   void gemm(const Matrix& w, FloatTable x, OutputTable y, bool accumulate) {
@@ -276,28 +316,46 @@ NB_MODULE(_cpu, m) {
              int64_t num_kv_heads, int64_t head_dim, int64_t intermediate_size, float norm_eps,
              std::vector<float> inv_freq, float attention_factor, std::vector<int> windows, float attention_scale,
              bool tie_embeddings, bool qkv_bias, bool o_bias, bool mlp_bias, bool qk_norm, const std::string& dtype,
-             int64_t block_size, const std::string& isa, int threads) {
-            new (self)
-                Decoder({vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size,
-                         norm_eps, std::move(inv_freq), attention_factor, std::move(windows), attention_scale,
-                         tie_embeddings, qkv_bias, o_bias, mlp_bias, qk_norm, parse_dtype(dtype), block_size},
-                        isa, threads);
+             int64_t block_size, const std::vector<std::vector<std::string>>& formats, const std::string& head_format,
+             const std::string& embed_format, const std::string& isa, int threads) {
+            new (self) Decoder({vocab_size,
+                                hidden_size,
+                                num_layers,
+                                num_heads,
+                                num_kv_heads,
+                                head_dim,
+                                intermediate_size,
+                                norm_eps,
+                                std::move(inv_freq),
+                                attention_factor,
+                                std::move(windows),
+                                attention_scale,
+                                tie_embeddings,
+                                qkv_bias,
+                                o_bias,
+                                mlp_bias,
+                                qk_norm,
+                                parse_dtype(dtype),
+                                block_size,
+                                parse_formats(formats, head_format, embed_format)},
+                               isa, threads);
           },
           nb::kw_only(), "vocab_size"_a, "hidden_size"_a, "num_layers"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
           "intermediate_size"_a, "norm_eps"_a, "inv_freq"_a, "attention_factor"_a, "windows"_a, "attention_scale"_a,
-          "tie_embeddings"_a, "qkv_bias"_a, "o_bias"_a, "mlp_bias"_a, "qk_norm"_a, "dtype"_a, "block_size"_a, "isa"_a,
-          "threads"_a)
+          "tie_embeddings"_a, "qkv_bias"_a, "o_bias"_a, "mlp_bias"_a, "qk_norm"_a, "dtype"_a, "block_size"_a,
+          "formats"_a, "head_format"_a, "embed_format"_a, "isa"_a, "threads"_a)
       .def_prop_ro("isa", &Decoder::isa)
       .def_prop_ro("block_bytes", &Decoder::block_bytes)
       .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
       .def(
           "load",
-          [](Decoder& self, int64_t layer, const std::string& name, Raw array, const std::string& dtype) {
-            const Tensor tensor = tensor_of(array, dtype);
+          [](Decoder& self, int64_t layer, const std::string& name, Raw array, const std::string& dtype,
+             std::vector<int64_t> shape, int64_t first) {
+            const Tensor tensor = tensor_of(array, dtype, std::move(shape), first);
             const nb::gil_scoped_release release;
             self.load(layer, name, tensor);
           },
-          "layer"_a, "name"_a, "array"_a, "dtype"_a)
+          "layer"_a, "name"_a, "array"_a, "dtype"_a, "shape"_a = std::vector<int64_t>{}, "first"_a = 0)
       .def("allocate_kv", &Decoder::allocate_kv, "num_blocks"_a)
       .def(
           "copy_blocks", [](Decoder& self, Ints pairs) { self.copy_blocks(ints(pairs)); }, "pairs"_a)
@@ -335,7 +393,8 @@ NB_MODULE(_cpu, m) {
   nb::class_<Ops>(m, "Ops", "The single kernels, for tests and benchmarks.")
       .def(nb::init<const std::string&, int>(), "isa"_a, "threads"_a)
       .def_prop_ro("isa", &Ops::isa)
-      .def("pack", &Ops::pack, "weight"_a, "source"_a, "dtype"_a, "gated"_a = false, "bias"_a = nb::none())
+      .def("pack", &Ops::pack, "weight"_a, "source"_a, "dtype"_a, "gated"_a = false, "bias"_a = nb::none(), "k"_a = 0)
+      .def("unpack", &Ops::unpack, "w"_a, nb::arg("y").noconvert())
       .def("gemm", &Ops::gemm, "w"_a, "x"_a, nb::arg("y").noconvert(), "accumulate"_a = false)
       .def("rms_norm", &Ops::rms_norm, "x"_a, "weight"_a, nb::arg("y").noconvert(), "eps"_a)
       .def("silu_mul", &Ops::silu_mul, "gate"_a, "up"_a, nb::arg("y").noconvert())

@@ -7,6 +7,7 @@ import logging
 
 from services.worker.cores import usable_cores
 from services.worker.executor import Executor
+from services.worker.quantize import Formats
 from services.worker.spec import DecoderSpec
 from shared.config import EngineConfig
 from shared.errors import StartupError
@@ -17,8 +18,10 @@ NATIVE = "services.worker.native"
 log = logging.getLogger(__name__)
 
 
-def make_executor(spec: DecoderSpec, config: EngineConfig, info: ModelInfo) -> Executor:
+def make_executor(spec: DecoderSpec, config: EngineConfig, info: ModelInfo, formats: Formats | None = None) -> Executor:
     """The executor of `config.backend`; "auto" takes the native one where it runs, else the reference.
+
+    `formats`: of the weights that are quantised (loader.weight_formats).
 
     Raises StartupError where the backend asked for cannot run.
     """
@@ -26,11 +29,11 @@ def make_executor(spec: DecoderSpec, config: EngineConfig, info: ModelInfo) -> E
     if config.backend != "reference":
         reason = native_unavailable()
         if reason is None:
-            return _native(spec, config, info, threads)
+            return _native(spec, config, info, formats or {}, threads)
         if config.backend != "auto":
             raise StartupError(f"--backend {config.backend} cannot run here: {reason}; use --backend reference")
         log.warning("using the reference backend, which is slow: the native one cannot run here: %s", reason)
-    return _reference(spec, config, info, threads)
+    return _reference(spec, config, info, formats or {}, threads)
 
 
 def compute_threads(config: EngineConfig) -> int:
@@ -50,17 +53,17 @@ def native_unavailable() -> str | None:
     return reason
 
 
-def _native(spec: DecoderSpec, config: EngineConfig, info: ModelInfo, threads: int) -> Executor:
+def _native(spec: DecoderSpec, config: EngineConfig, info: ModelInfo, formats: Formats, threads: int) -> Executor:
     from services.worker.native import NativeExecutor
 
-    executor: Executor = NativeExecutor(spec, info.dtype, config.block_size, threads)
+    executor: Executor = NativeExecutor(spec, info.dtype, config.block_size, threads, formats=formats)
     return executor
 
 
-def _reference(spec: DecoderSpec, config: EngineConfig, info: ModelInfo, threads: int) -> Executor:
+def _reference(spec: DecoderSpec, config: EngineConfig, info: ModelInfo, formats: Formats, threads: int) -> Executor:
     import torch
 
     from services.worker.reference import ReferenceExecutor
 
     torch.set_num_threads(threads)
-    return ReferenceExecutor(spec, info.dtype, config.block_size)
+    return ReferenceExecutor(spec, info.dtype, config.block_size, formats=formats)

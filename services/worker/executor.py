@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +14,24 @@ from services.worker.spec import DecoderSpec
 
 Ints = NDArray[np.int32]
 Logits = NDArray[np.float32]
-Weight = NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]  # uint16: the bits of bfloat16s
+Floats = NDArray[np.float32]
+
+
+class Stored(Protocol):
+    """A tensor that a GGUF file holds in blocks: `rows` [n, bytes] as they are, of type `kind` ("Q4_1", ...)."""
+
+    kind: str
+    rows: NDArray[np.uint8]
+    shape: tuple[int, ...]
+
+    def floats(self) -> Floats:
+        """All of it, of `shape`."""
+
+    def pieces(self) -> Iterator[tuple[int, Floats]]:
+        """It in parts: the first row of each and its rows, which count until the next part is asked for."""
+
+
+Weight = NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16] | Stored  # uint16: the bits of bfloat16s
 
 
 @dataclass
@@ -43,6 +60,9 @@ class Executor(Protocol):
 
     def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
         """Takes the weights by their canonical names, one at a time, converting to the executor's dtype."""
+
+    def weight_bytes(self) -> int:
+        """Bytes that the weights take, known before they are loaded."""
 
     def block_bytes(self) -> int:
         """Bytes of one KV block over all layers, keys and values."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from services.worker.backends import compute_threads, make_executor
 from services.worker.compute import Say
-from services.worker.loader import Weights, weight_bytes, weights
+from services.worker.loader import Weights, weight_formats, weights
 from services.worker.memory import num_blocks, read_memory
 from services.worker.models import decoder_spec
 from services.worker.runner import Runner
@@ -52,12 +52,10 @@ def load(engine: EngineConfig, model: ModelInfo, say: Say, phases: Phases | None
         say(f"fetching {engine.model or 'the bundled model'}")
         path = resolve(engine.model, engine.revision)
     spec = decoder_spec(read_config(path), model.max_model_len)
-    executor = make_executor(spec, engine, model)
+    executor = make_executor(spec, engine, model, weight_formats(path, spec, engine.quantization))
     tensors = weights(path, spec, compute_threads(engine))
     memory = read_memory()
-    blocks = num_blocks(
-        engine, model, executor.block_bytes(), weight_bytes(spec, model.dtype), memory.total, memory.available
-    )
+    blocks = num_blocks(engine, model, executor.block_bytes(), executor.weight_bytes(), memory.total, memory.available)
     phases.end("headers")
     executor.load(told(tensors, spec.num_layers, say))
     phases.end("weights")

@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.dequant import dequantise
-from services.worker.executor import Weight
+from services.worker.executor import Floats, Weight
 from services.worker.models.names import GGUF_HARMLESS, GGUF_NAMES, HF_HARMLESS, HF_NAMES, checkpoint_names
+from services.worker.quantize import PANEL, Format, Formats, formats, panel_bytes
 from services.worker.spec import DecoderSpec
 from shared.errors import StartupError
-from shared.gguf_file import GGUFFile, TensorInfo
+from shared.gguf_file import GGMLType, GGUFFile, TensorInfo
 from shared.model_config import is_gguf
 from shared.safetensors_file import Entry, read_header, weight_files
 
@@ -28,16 +29,16 @@ Weights = Iterator[tuple[str, Weight]]
 FLOAT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GGUF_FLOATS: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 SAFETENSORS_FLOATS: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-BUFFER = 1 << 22  # elements; tensors up to this size are dequantised in one place, whose pages are there already
+BUFFER = 1 << 20  # elements dequantised at once, in one place, whose pages are there already
 NAMED = 3  # tensors named in an error; the others are counted
 
 
 def weights(path: Path, spec: DecoderSpec, threads: int = 1) -> Weights:
-    """Canonical name and values of each weight in `spec.weight_shapes()`; dequantises with `threads` threads.
+    """Canonical name and values of each weight in `spec.weight_shapes()`.
 
-    Values stored as floats are views of the mapped file, read-only; dequantised ones count until the next is asked
-    for. Raises StartupError at once
-    for a missing, left-over or wrongly shaped tensor, which it names.
+    Values stored as floats are views of the mapped file, read-only; what is stored in blocks comes as `Stored`, is
+    dequantised with `threads` threads when asked, and counts until the next weight is asked for. Raises StartupError
+    at once for a missing, left-over or wrongly shaped tensor, which it names.
     """
     if is_gguf(path):
         file = GGUFFile(path)
@@ -54,9 +55,25 @@ def weights(path: Path, spec: DecoderSpec, threads: int = 1) -> Weights:
     return _safetensors_weights(entries, names, spec.tie_embeddings)
 
 
-def weight_bytes(spec: DecoderSpec, dtype: str) -> int:
-    """Bytes of the model's weights held as `dtype`."""
-    return sum(map(math.prod, spec.weight_shapes().values())) * FLOAT_SIZES[dtype]
+def weight_formats(path: Path, spec: DecoderSpec, quantization: str) -> dict[str, Format]:
+    """Which weights of a model are quantised under `--quantization`, and how. Reads headers only."""
+    if quantization != "gguf":
+        return formats(spec, quantization)
+    with GGUFFile(path) as file:
+        names = checkpoint_names(spec.weight_shapes(), GGUF_NAMES)
+        kinds = {canonical: file.tensors[name].type.name for name, canonical in names.items() if name in file.tensors}
+    return formats(spec, quantization, kinds)
+
+
+def weight_bytes(spec: DecoderSpec, dtype: str, quantised: Formats | None = None) -> int:
+    """Bytes of the model's weights, held as `dtype` or quantised."""
+    quantised, total = quantised or {}, 0
+    for name, shape in spec.weight_shapes().items():
+        if name in quantised:
+            total += -(-shape[0] // PANEL) * panel_bytes(shape[1], quantised[name])
+        else:
+            total += math.prod(shape) * FLOAT_SIZES[dtype]
+    return total
 
 
 def _entries(files: list[Path]) -> dict[str, tuple[Path, Entry]]:
@@ -120,7 +137,7 @@ def _mapped(file: Path) -> NDArray[np.uint8]:
         raise StartupError(f"{file}: cannot be read: {error}") from None
 
 
-def _values(data: NDArray[np.uint8], entry: Entry) -> Weight:
+def _values(data: NDArray[np.uint8], entry: Entry) -> NDArray[Any]:
     values = data[entry.offset : entry.offset + entry.size].view(SAFETENSORS_FLOATS[entry.dtype]).reshape(entry.shape)
     if values.dtype == np.float64:
         return values.astype(np.float32)
@@ -141,7 +158,6 @@ def _check_tied(
 def _gguf_weights(file: GGUFFile, names: Mapping[str, str], spec: DecoderSpec, threads: int) -> Weights:
     permuted = file.metadata["general.architecture"] == "llama"
     heads = {"q": spec.num_heads, "k": spec.num_kv_heads}
-    buffer = np.empty(BUFFER, np.float32)
     with file, ThreadPoolExecutor(threads, "dequantise") as pool:
         for name, tensor in file.tensors.items():
             canonical = names.get(name)
@@ -155,10 +171,37 @@ def _gguf_weights(file: GGUFFile, names: Mapping[str, str], spec: DecoderSpec, t
                 values = rows.view(GGUF_FLOATS[tensor.type.name]).reshape(tensor.shape)
                 yield canonical, np.require(values, requirements="A")
                 continue
-            size = math.prod(tensor.shape)
-            out = (buffer[:size] if size <= BUFFER else np.empty(size, np.float32)).reshape(tensor.shape)
-            dequantise(rows, tensor.type, out, pool)
-            yield canonical, out
+            yield canonical, StoredRows(tensor.type, rows, tensor.shape, pool)
+
+
+class StoredRows:
+    """Implements `Stored`."""
+
+    def __init__(
+        self, kind: GGMLType, rows: NDArray[np.uint8], shape: tuple[int, ...], pool: ThreadPoolExecutor
+    ) -> None:
+        self.kind = kind.name
+        self.rows = rows
+        self.shape = shape
+        self._type = kind
+        self._pool = pool
+
+    def floats(self) -> Floats:
+        """All of it, in memory of its own."""
+        out = np.empty(self.shape, np.float32)
+        dequantise(self.rows, self._type, out, self._pool)
+        return out
+
+    def pieces(self) -> Iterator[tuple[int, Floats]]:
+        """Some rows at a time, in one place."""
+        width = self.shape[-1]
+        step = max(1, BUFFER // width)
+        buffer = np.empty((min(step, self.shape[0]), width), np.float32)
+        for first in range(0, self.shape[0], step):
+            rows = self.rows[first : first + step]
+            out = buffer[: len(rows)]
+            dequantise(rows, self._type, out, self._pool)
+            yield first, out
 
 
 def _rows(file: GGUFFile, tensor: TensorInfo) -> NDArray[np.uint8]:

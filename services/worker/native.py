@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.worker.executor import Logits, StepBatch, Weight
+from services.worker.quantize import BLOCK_FORMATS, Formats
 from services.worker.sampler import MASK64, Row
 from services.worker.spec import DecoderSpec
 from shared.errors import StartupError
 
 _INT32_MAX = (1 << 31) - 1
+FUSED = ("q", "o", "gate", "down")  # the first part of each matrix of a layer
 ISA_VARIABLE = "PAGEBUS_CPU_ISA"  # forces one of `runnable_isas()`, for tests and for comparing
 
 
@@ -32,9 +35,10 @@ def unavailable() -> str | None:
 class NativeExecutor:
     """Implements `Executor` over `csrc/cpu`.
 
-    `dtype` is that of weights and KV cache: "float32", "bfloat16" or "float16"; activations, sums and logits are
-    float32. A row's logits are the same bits whatever else the step holds, however the prompt was cut into chunks and
-    whatever `threads` is. Raises StartupError for a spec it cannot run, and for missing or unknown weights.
+    `dtype` is that of weights and KV cache: "float32", "bfloat16" or "float16"; `formats` names the weights that are
+    quantised instead. Activations (but those that meet w8 weights), sums and logits are float32. A row's logits are
+    the same bits whatever else the step holds, however the prompt was cut into chunks and whatever `threads` is.
+    Raises StartupError for a spec it cannot run, and for missing or unknown weights.
     """
 
     backend = "cpu"
@@ -46,6 +50,7 @@ class NativeExecutor:
         block_size: int,
         threads: int,
         isa: str | None = None,
+        formats: Formats | None = None,
     ) -> None:
         from services.worker import _cpu
 
@@ -54,6 +59,7 @@ class NativeExecutor:
         self.spec = spec
         self.dtype = dtype
         self._missing = dict(spec.weight_shapes())
+        self._formats = formats or {}
         self._logits: Logits = np.empty((0, spec.vocab_size), np.float32)  # kept, as fresh pages are slow to write
         try:
             self._decoder = _cpu.Decoder(
@@ -76,6 +82,9 @@ class NativeExecutor:
                 qk_norm=spec.qk_norm,
                 dtype=dtype,
                 block_size=block_size,
+                formats=[[self._format(f"layers.{i}.{part}") for part in FUSED] for i in range(spec.num_layers)],
+                head_format=self._format("embed" if spec.tie_embeddings else "lm_head"),
+                embed_format=self._format("embed"),
                 isa=os.environ.get(ISA_VARIABLE, "") if isa is None else isa,
                 threads=threads,
             )
@@ -93,10 +102,10 @@ class NativeExecutor:
         for name, weight in weights:
             if name not in self._missing:
                 raise StartupError(f"weight {name} is not one of the model's, or came twice")
-            array, dtype = _bits(weight)
             layer, part = _split(name)
             try:
-                self._decoder.load(layer, part, array, dtype)
+                for first, array, dtype in self._parts(name, weight):
+                    self._decoder.load(layer, part, array, dtype, weight.shape, first)
             except ValueError as error:
                 raise StartupError(f"weight {name} has shape {weight.shape}: {error}") from None
             del self._missing[name], weight, array
@@ -104,6 +113,20 @@ class NativeExecutor:
             raise StartupError(
                 f"the checkpoint lacks {len(self._missing)} weights, the first is {next(iter(self._missing))}"
             )
+
+    def _format(self, name: str) -> str:
+        return self._formats.get(f"{name}.weight", "dense")
+
+    def _parts(self, name: str, weight: Weight) -> Iterator[tuple[int, Any, str]]:
+        """First row, values and type of each part in which a weight goes to the decoder."""
+        if isinstance(weight, np.ndarray):
+            array, dtype = _bits(weight)
+            yield 0, array, dtype
+        elif name in self._formats and weight.kind in BLOCK_FORMATS:
+            yield 0, np.ascontiguousarray(weight.rows), weight.kind
+        else:
+            for first, values in weight.pieces():
+                yield first, values, "float32"
 
     def block_bytes(self) -> int:
         """Bytes of one KV block over all layers, keys and values."""
@@ -192,7 +215,7 @@ def _split(name: str) -> tuple[int, str]:
     return int(layer), part
 
 
-def _bits(weight: Weight) -> tuple[Any, str]:
+def _bits(weight: NDArray[Any]) -> tuple[Any, str]:
     """The values as the native module takes them, float32 or 16-bit integers, and what they are."""
     if weight.dtype == np.float32:
         return np.ascontiguousarray(weight), "float32"

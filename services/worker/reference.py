@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.executor import Executor, Ints, Logits, StepBatch, Weight
+from services.worker.quantize import BLOCK_FORMATS, Format, Formats, quantise, quantise_rows
 from services.worker.spec import DecoderSpec, RopeSpec
 from shared.errors import StartupError
 
@@ -37,13 +39,16 @@ class ReferenceExecutor(Executor):
     """Implements `Executor`. Linear layers run over all rows of a step.
 
     `dtype` is that of weights and KV cache: "float32", "bfloat16" or "float16"; activations, sums and logits are
-    float32, so that how a step is put together moves no more than the last bits. Raises StartupError for an activation
-    it does not know and for missing weights.
+    float32, so that how a step is put together moves no more than the last bits. Weights that `formats` names are
+    quantised and held dequantised, and the activations that meet w8 ones are rounded likewise. Raises StartupError for
+    an activation it does not know and for missing weights.
     """
 
     backend = "reference"
 
-    def __init__(self, spec: DecoderSpec, dtype: str, block_size: int, device: str = "cpu") -> None:
+    def __init__(
+        self, spec: DecoderSpec, dtype: str, block_size: int, device: str = "cpu", formats: Formats | None = None
+    ) -> None:
         if spec.activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise StartupError(f"activation {spec.activation!r} is not supported; the known ones are {known}")
@@ -51,6 +56,7 @@ class ReferenceExecutor(Executor):
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.block_size = block_size
         self.device = torch.device(device)
+        self._formats = formats or {}
         self._weights: dict[str, Tensor] = {}
         self._keys: list[Tensor] = []  # per layer [num_blocks * block_size, kv_heads, head_dim]
         self._values: list[Tensor] = []
@@ -58,12 +64,20 @@ class ReferenceExecutor(Executor):
     def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
         """Takes all weights by their canonical names."""
         for name, weight in weights:
-            self._weights[name] = as_tensor(weight).to(self.device, self.dtype)
+            if name in self._formats:
+                self._weights[name] = quantised(weight, self._formats[name]).to(self.device)
+            else:
+                self._weights[name] = as_tensor(weight).to(self.device, self.dtype)
         shapes = self.spec.weight_shapes()
         for name, shape in shapes.items():
             found = tuple(self._weights[name].shape) if name in self._weights else None
             if found != shape:
                 raise StartupError(f"weight {name} should have shape {shape}, got {found}")
+
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, quantised ones in float32."""
+        sizes = {name: 4 if name in self._formats else self.dtype.itemsize for name in self.spec.weight_shapes()}
+        return sum(math.prod(shape) * sizes[name] for name, shape in self.spec.weight_shapes().items())
 
     def block_bytes(self) -> int:
         """Bytes of one KV block over all layers, keys and values."""
@@ -98,8 +112,7 @@ class ReferenceExecutor(Executor):
             x = x + self._attention(i, normed, cos, sin, slots, tiles[window])
             x = x + self._mlp(i, self._norm(x, f"layers.{i}.mlp_norm"))
         last = self._norm(x[self._on_device(batch.logit_rows)], "final_norm")  # [R, hidden]
-        head = weights["embed.weight" if spec.tie_embeddings else "lm_head.weight"]
-        logits: Logits = linear(last, head).cpu().numpy()
+        logits: Logits = self._linear(last, "embed" if spec.tie_embeddings else "lm_head").cpu().numpy()
         return logits
 
     def _attention(
@@ -127,6 +140,8 @@ class ReferenceExecutor(Executor):
         return self._linear(gate * self._linear(x, f"layers.{i}.up"), f"layers.{i}.down")
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
+        if self._formats.get(f"{name}.weight") == "w8":
+            x = rounded(x)
         return linear(x, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
@@ -182,9 +197,28 @@ class ReferenceExecutor(Executor):
 
 def as_tensor(weight: Weight) -> Tensor:
     """A copy of the values in CPU memory."""
+    if not isinstance(weight, np.ndarray):
+        return torch.from_numpy(weight.floats())
     if weight.dtype == np.uint16:
         return torch.tensor(weight.view(np.int16)).view(torch.bfloat16)
     return torch.tensor(weight)
+
+
+def quantised(weight: Weight, form: Format) -> Tensor:
+    """What a weight is after quantising, in float32. GGUF blocks of the same format stay exactly what they are."""
+    tensor = as_tensor(weight).float()
+    if not isinstance(weight, np.ndarray) and BLOCK_FORMATS.get(weight.kind) == form:
+        return tensor
+    for rows in tensor.split(max(1, WIDENED_ELEMENTS // tensor.shape[1])):
+        rows.copy_(torch.from_numpy(quantise(rows.numpy(), form).floats()))
+    return tensor
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Activations [..., k] as int8 codes hold them, in float32."""
+    codes, scales = quantise_rows(x.reshape(-1, x.shape[-1]).cpu().numpy())
+    values = (codes * scales[..., None]).reshape(len(codes), -1)[:, : x.shape[-1]]
+    return torch.from_numpy(np.ascontiguousarray(values)).to(x.device).view(x.shape)
 
 
 def new_slots(batch: StepBatch, block_size: int) -> Ints:

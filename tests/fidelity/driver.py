@@ -39,12 +39,14 @@ class Served:
         return Driver(Runner(self.executor, self.info, self.config), NUM_BLOCKS, seed)
 
 
-def serve(path: Path, backend: str, dtype: str = "float32") -> Served:
+def serve(path: Path, backend: str, dtype: str = "float32", quantization: str = "none") -> Served:
     """Loads the model at `path` and allocates NUM_BLOCKS blocks."""
-    config = EngineConfig(model=str(path), backend=backend, dtype=dtype, block_size=BLOCK_SIZE, threads=1)  # type: ignore[arg-type]
+    config = EngineConfig(
+        model=str(path), backend=backend, dtype=dtype, quantization=quantization, block_size=BLOCK_SIZE, threads=1
+    )  # type: ignore[arg-type]
     info = read_model_info(config)
     spec = decoder_spec(read_config(path), info.max_model_len)
-    executor = make_executor(spec, config, info)
+    executor = make_executor(spec, config, info, loader.weight_formats(path, spec, quantization))
     executor.load(loader.weights(path, spec))
     executor.allocate_kv(NUM_BLOCKS)
     return Served(executor, info, config)
