@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -108,16 +109,22 @@ class Outcome:
     ended: float = 0.0
     tokens: int = 0
     error: str = ""
+    cut: bool = False  # by the client, at its deadline
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first text."""
-        return self.arrivals[0] - self.sent
+        """Seconds to the first text; if it was cut off before, the seconds it waited."""
+        return (self.arrivals[0] if self.arrivals else self.ended) - self.sent
 
     @property
     def gaps(self) -> list[float]:
         """Seconds between texts."""
         return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+    @property
+    def token_seconds(self) -> float:
+        """Seconds per token after the first, however many a piece of text holds; 0 when there is none after it."""
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.tokens - 1) if len(self.arrivals) > 1 else 0.0
 
 
 class _Request(asyncio.Protocol):
@@ -125,6 +132,7 @@ class _Request(asyncio.Protocol):
 
     def __init__(self, request: bytes, done: asyncio.Future[None]) -> None:
         self.outcome = Outcome()
+        self.heard = time.perf_counter()  # the last time that anything happened
         self._request = request
         self._done = done
         self._parser = BodyParser(self._event)
@@ -134,10 +142,11 @@ class _Request(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self.outcome.sent = time.perf_counter()
+        self.outcome.sent = self.heard = time.perf_counter()
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
+        self.heard = time.perf_counter()
         self._parser.feed(data)
         if self._parser.done:
             self._transport.close()
@@ -155,7 +164,16 @@ class _Request(asyncio.Protocol):
         if event.choices and event.choices[0].text:
             self.outcome.arrivals.append(time.perf_counter())
 
+    def give_up(self, error: str = "") -> None:
+        """Ends the request: at the client's deadline, or with what is wrong."""
+        self.outcome.cut, self.outcome.error = not error, error
+        self.outcome.tokens = len(self.outcome.arrivals)
+        self.outcome.ended = time.perf_counter()
+        self._transport.abort()
+
     def connection_lost(self, error: Exception | None) -> None:
+        if self.outcome.ended:  # given up
+            return
         self.outcome.ended = time.perf_counter()
         if self._parser.status != 200:
             self.outcome.error = f"status {self._parser.status}: {self._parser.body[:300].decode(errors='replace')}"
@@ -169,13 +187,15 @@ class _Request(asyncio.Protocol):
 
 
 class Client:
-    """Sends prompts of token ids to a server."""
+    """Sends prompts of token ids to a server. A request that hears nothing for `stall` seconds has failed."""
 
-    def __init__(self, url: str, model: str = "") -> None:
+    def __init__(self, url: str, model: str = "", stall: float = 300.0) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"the url must be http://host:port, not {url!r}")
         self.url = url.rstrip("/").removesuffix("/v1")
+        self.stall = stall
+        self.deadline = math.inf  # of time.perf_counter: what still runs then is cut off
         self._host, self._port = parts.hostname, parts.port or 80
         self.model = model or self._first_model()
 
@@ -185,6 +205,8 @@ class Client:
 
     async def complete(self, prompt: list[int] | str, output_tokens: int) -> Outcome:
         """Streams one greedy completion of exactly `output_tokens`. An error is in the outcome."""
+        if time.perf_counter() >= self.deadline:
+            return Outcome(cut=True)
         body = {
             "model": self.model,
             "prompt": prompt,
@@ -208,7 +230,18 @@ class Client:
         except OSError as error:
             return Outcome(error=f"{self._host}:{self._port}: {error.strerror or error}")
         try:
-            await done
+            await self._watch(request, done)
         finally:
             transport.close()
         return request.outcome
+
+    async def _watch(self, request: _Request, done: asyncio.Future[None]) -> None:
+        while not done.done():
+            now = time.perf_counter()
+            silence, left = request.heard + self.stall - now, self.deadline - now
+            if left <= 0:
+                return request.give_up()
+            if silence <= 0:
+                return request.give_up(f"no byte for {self.stall:.0f} s")
+            await asyncio.wait([done], timeout=min(silence, left))
+        return None

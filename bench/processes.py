@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,35 @@ def find() -> dict[int, str]:
         if match:
             found[int(folder.name)] = match[1]
     return found
+
+
+def session(leader: int) -> list[int]:
+    """The leader of a session, first, and everything it or a descendant of it has started."""
+    parents, members = {}, {leader}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        pid = int(folder.name)
+        parents[pid] = int(fields[1])
+        if int(fields[3]) == leader:
+            members.add(pid)
+    while more := {pid for pid, parent in parents.items() if parent in members} - members:
+        members |= more
+    return [leader, *sorted((members & parents.keys()) - {leader})]
+
+
+def proportional(pids: Iterable[int]) -> int:
+    """Bytes resident, what processes share divided among them."""
+    total = 0
+    for pid in pids:
+        try:
+            found = re.search(r"^Pss: +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)
+        except OSError:
+            continue  # it has ended
+        total += int(found[1]) << 10 if found else 0
+    return total
 
 
 def parse(text: str) -> dict[int, str]:

@@ -44,7 +44,7 @@ async def drive(client: Client, load: Workload) -> tuple[list[Outcome], list[Out
         while waiting or (long_running is not None and not long_running.done()):
             shot = waiting.pop(0) if waiting else load.shot()
             outcomes.append(await _complete(client, shot))
-            if outcomes[-1].error:
+            if outcomes[-1].error or outcomes[-1].cut:
                 return  # a server that refuses would be flooded
 
     await asyncio.gather(*[lane() for _ in range(load.shape.concurrency)])
@@ -64,10 +64,13 @@ async def _complete(client: Client, shot: Shot) -> Outcome:
 
 
 def summarise(outcomes: Sequence[Outcome], long: Sequence[Outcome] = ()) -> dict[str, Any]:
-    """Rates and percentiles of a run."""
-    good = [outcome for outcome in outcomes if not outcome.error]
+    """Rates and percentiles of a run. Requests that were cut off count with what they had got and waited until then."""
+    good = [outcome for outcome in outcomes if not outcome.error and outcome.ended]
     errors = [outcome.error for outcome in [*outcomes, *long] if outcome.error]
-    report: dict[str, Any] = {"completed": len(good), "failed": len(errors)}
+    completed = [outcome for outcome in good if not outcome.cut]
+    report: dict[str, Any] = {"completed": len(completed), "failed": len(errors)}
+    if cut := sum(outcome.cut for outcome in [*outcomes, *long]):
+        report["cut_off"] = cut
     if errors:
         report["first_error"] = errors[0]
     if not good:
@@ -78,11 +81,12 @@ def summarise(outcomes: Sequence[Outcome], long: Sequence[Outcome] = ()) -> dict
         "seconds": round(seconds, 3),
         "output_tokens": tokens,
         "tokens_per_second": round(tokens / seconds, 2),
-        "requests_per_second": round(len(good) / seconds, 3),
+        "requests_per_second": round(len(completed) / seconds, 3),
+        "ms_per_token": percentiles([outcome.token_seconds for outcome in good if outcome.token_seconds]),
         "ttft_ms": percentiles([outcome.ttft for outcome in good]),
         "itl_ms": percentiles([gap for outcome in good for gap in outcome.gaps]),
     }
-    windows = [(outcome.sent, outcome.arrivals[0]) for outcome in long if not outcome.error]
+    windows = [(outcome.sent, outcome.sent + outcome.ttft) for outcome in long if not outcome.error and outcome.ended]
     if windows:
         report["long_prompts"] = _beside_long_prompts(good, long, windows)
     return report
@@ -100,7 +104,7 @@ def _beside_long_prompts(
             (busy if touches else quiet).append(end - start)
     lanes = max(1, _most_at_once(streams))
     return {
-        "ttft_ms": percentiles([outcome.ttft for outcome in long if not outcome.error]),
+        "ttft_ms": percentiles([end - start for start, end in windows]),
         "itl_ms_busy": percentiles(busy),
         "itl_ms_quiet": percentiles(quiet),
         "tokens_per_second_busy": round(lanes * len(busy) / sum(busy), 2) if busy else 0.0,
@@ -117,15 +121,22 @@ def _most_at_once(streams: Sequence[Outcome]) -> int:
     return most
 
 
-def measure(client: Client, load: Workload, pids: dict[int, str], warmup: int) -> dict[str, Any]:
-    """Runs a workload once. CPU times are of the processes given, from the first request to the end of the last."""
+def measure(
+    client: Client, load: Workload, pids: dict[int, str], warmup: int, limit: float = math.inf
+) -> dict[str, Any]:
+    """Runs a workload once, for `limit` seconds at most.
+
+    CPU times are of the processes given, from the first request to the end of the last.
+    """
 
     async def run() -> dict[str, Any]:
         for _ in range(warmup):
             await client.complete(load.shot().prompt[:16], 8)
+        client.deadline = time.perf_counter() + limit
         before, own = processes.usage(pids), time.process_time()
         outcomes, long = await drive(client, load)
         after, own = processes.usage(pids), time.process_time() - own
+        client.deadline = math.inf
         report = summarise(outcomes, long)
         tokens = sum(outcome.tokens for outcome in [*outcomes, *long])
         if tokens:
