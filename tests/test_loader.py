@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.worker.loader import weight_bytes, weights
+from services.worker.loader import weight_bytes, weight_formats, weights
 from services.worker.models import HF_NAMES, checkpoint_names, decoder_spec
 from services.worker.reference import as_tensor
 from services.worker.spec import DecoderSpec
@@ -262,3 +262,11 @@ def test_weight_bytes(kind: str, models: dict[str, Path]) -> None:
     elements = sum(weight.numel() for weight in stored(models[kind]).values())
     assert weight_bytes(spec_of(models[kind]), "float32") == 4 * elements
     assert weight_bytes(spec_of(models[kind]), "bfloat16") == 2 * elements
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
+def test_weight_bytes_of_quantised_weights(quantization: str, models: dict[str, Path]) -> None:
+    spec = spec_of(models["llama"])
+    found = weight_bytes(spec, "bfloat16", weight_formats(models["llama"], spec, quantization))
+    codes = {"int8": 1, "int4": 0.5, "w8a8": 1}[quantization]
+    assert codes / 2 < found / weight_bytes(spec, "bfloat16") < codes

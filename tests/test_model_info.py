@@ -230,6 +230,12 @@ def test_a_bad_config_is_one_clear_error(changes: dict[str, Any], message: str, 
     assert "config.json: " in str(caught.value)
 
 
+def test_gguf_quantization_is_of_gguf_files(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="--quantization gguf: .* is not a GGUF file; choose int8, int4 or w8a8"):
+        info(models["llama"], quantization="gguf")
+    info(to_gguf(models["llama"], tmp_path / "x.gguf"), quantization="gguf")
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, "\xff"])
 def test_unreadable_json_is_one_clear_error(text: str, edit: Edit) -> None:
     path = edit()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.worker.compute import Compute, Crash, Place, Say, fingerprint
@@ -84,6 +85,11 @@ def ready(scheduler: FakeScheduler, epoch: int = 10) -> bytes:
     _, message = scheduler.expect(Ready)
     assert message.epoch == epoch
     return peer
+
+
+def test_workers_of_another_quantization_are_not_interchangeable() -> None:
+    other = msgspec.structs.replace(ENGINE, quantization="int4")
+    assert fingerprint(other, MODEL) != fingerprint(ENGINE, MODEL)
 
 
 def test_from_hello_to_results(scheduler: FakeScheduler, worker: Process) -> None:
