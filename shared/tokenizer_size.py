@@ -51,24 +51,23 @@ def gguf_tokenizer_size(metadata: Mapping[str, Any]) -> int:
     return size
 
 
-def _of_folder(path: Path) -> int:
-    whole, vocab, pieces = path / "tokenizer.json", path / "vocab.json", path / "tokenizer.model"
+def _of_folder(folder: Path) -> int:
+    whole, vocab, pieces = folder / "tokenizer.json", folder / "vocab.json", folder / "tokenizer.model"
     if whole.exists():
         tokenizer = msgspec.json.decode(whole.read_bytes(), type=_TokenizerJson)
-        size = _size_of(tokenizer.model.vocab)
-        return max(size, _end(token.id for token in tokenizer.added_tokens))
-    if vocab.exists():
+        size = max(_size_of(tokenizer.model.vocab), _end(token.id for token in tokenizer.added_tokens))
+    elif vocab.exists():
         size = _size_of(_table(vocab))
     elif pieces.exists():
         size = sum(field == 1 for field in _fields(pieces.read_bytes()))
     else:
         return 0
-    return max(size, _end(_added(path)))
+    return max(size, _end(_added(folder)))
 
 
-def _added(path: Path) -> Iterator[int]:
-    """The ids that the files beside an older tokenizer's add to it."""
-    table, config = path / "added_tokens.json", path / "tokenizer_config.json"
+def _added(folder: Path) -> Iterator[int]:
+    """The ids that other files add to the tokenizer's own."""
+    table, config = folder / "added_tokens.json", folder / "tokenizer_config.json"
     if table.exists():
         yield from _table(table).values()
     if config.exists():

@@ -63,6 +63,7 @@ BPE = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 7, "c": 3}, "merges": [["
         ({"tokenizer.json": BPE}, 8),
         ({"tokenizer.json": BPE | {"added_tokens": [{"id": 11, "content": "<s>"}, {"id": 2, "content": "x"}]}}, 12),
         ({"tokenizer.json": {"model": {"type": "Unigram", "vocab": [["a", -1.5], ["b", 0], ["c", -2]]}}}, 3),
+        ({"tokenizer.json": BPE, "tokenizer_config.json": {"added_tokens_decoder": {"8": {"content": "x"}}}}, 9),
         ({"vocab.json": {"a": 0, "b": 4}}, 5),
         ({"vocab.json": {"a": 0}, "added_tokens.json": {"<s>": 6}}, 7),
         ({"vocab.json": {"a": 0}, "tokenizer_config.json": {"added_tokens_decoder": {"9": {"content": "x"}}}}, 10),
