@@ -54,7 +54,7 @@ def dense_logits(spec: DecoderSpec, weights: dict[str, NDArray[np.float32]], ids
         gate = _linear(layer, "gate", h)
         x = x + _linear(layer, "down", gate / (1 + np.exp(-gate)) * _linear(layer, "up", h))
     head = w["embed.weight"] if spec.tie_embeddings else w["lm_head.weight"]
-    logits: Array = _norm(spec, x, w["final_norm.weight"]) @ head.T
+    logits: Array = _capped(_norm(spec, x, w["final_norm.weight"]) @ head.T, spec.final_logit_softcap)
     return logits
 
 
@@ -70,10 +70,14 @@ def _attention(spec: DecoderSpec, layer: dict[str, Array], x: Array, window: int
         first = max(0, t + 1 - window) if window else 0
         for h in range(spec.num_heads):
             kv = h // (spec.num_heads // spec.num_kv_heads)
-            scores = k[first : t + 1, kv] @ q[t, h] * spec.attention_scale
+            scores = _capped(k[first : t + 1, kv] @ q[t, h] * spec.attention_scale, spec.attention_softcap)
             shares = np.exp(scores - scores.max())
             out[t, h] = shares / shares.sum() @ v[first : t + 1, kv]
     return _linear(layer, "o", out.reshape(len(x), -1))
+
+
+def _capped(x: Array, cap: float) -> Array:
+    return np.tanh(x / cap) * cap if cap else x
 
 
 def _rotate(spec: DecoderSpec, x: Array) -> Array:

@@ -136,84 +136,6 @@ def test_silu_of_what_is_no_number_is_none(isa):
     assert y[4] == 0
 
 
-@dataclass
-class Layer:
-    """Shape of an attention layer under test."""
-
-    kv_heads: int
-    group: int
-    dim: int
-    rope: int
-    block_size: int
-    window: int
-    dtype: str
-
-    def inv_freq(self) -> list[float]:
-        return [float(np.float32(100.0 ** (-2 * i / max(self.rope, 1)))) for i in range(self.rope // 2)]
-
-
-layers = st.builds(
-    Layer,
-    kv_heads=st.integers(1, 3),
-    group=st.sampled_from([1, 2, 3, 7]),
-    dim=st.sampled_from([4, 16, 24, 64, 80]),
-    rope=st.sampled_from([0, 2, 4]),
-    block_size=st.sampled_from([1, 5, 16, 32, 256]),
-    window=st.sampled_from([0, 0, 1, 20, 300]),
-    dtype=st.sampled_from(DTYPES),
-)
-
-
-def attend_in_float64(qkv: np.ndarray, layer: Layer, scale: float) -> np.ndarray:
-    """Causal attention of one sequence from position 0, keys and values rounded to the dtype."""
-    length, heads = len(qkv), layer.kv_heads * layer.group
-    x = torch.from_numpy(qkv).double().view(length, heads + 2 * layer.kv_heads, layer.dim)
-    q, k, v = x.split([heads, layer.kv_heads, layer.kv_heads], dim=1)
-    angles = torch.arange(length).float()[:, None, None] * torch.tensor(layer.inv_freq()).float()
-    cos, sin, half = angles.cos().double(), angles.sin().double(), layer.rope // 2
-
-    def rotate(t: torch.Tensor) -> torch.Tensor:
-        a, b, rest = t.split([half, half, layer.dim - 2 * half], dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
-
-    q, k = rotate(q), rotate(k)
-    k, v = (t.float().to(getattr(torch, layer.dtype)).double().repeat_interleave(layer.group, 1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
-    seen = (j <= i) & (j > i - (layer.window or length))
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, v).reshape(length, -1).numpy()
-
-
-@each_isa
-@some
-@given(
-    seed=st.integers(0, 2**32),
-    layer=layers,
-    length=st.sampled_from([1, 16, 63, 64, 65, 150, 600]),
-    threads=st.sampled_from([1, 2]),
-)
-def test_attention_matches_torch_and_reads_nothing_unwritten(isa, seed, layer, length, threads):
-    rng = np.random.default_rng(seed)
-    heads, scale = layer.kv_heads * layer.group, layer.dim**-0.5
-    blocks = -(-length // layer.block_size)
-    attention = _cpu.AttentionLayer(
-        _cpu.Ops(isa, threads), layer.dtype, heads, layer.kv_heads, layer.dim, layer.block_size, blocks + 3,
-        layer.window, layer.inv_freq(), 1.0,
-    )  # fmt: skip
-    attention.poison()
-    qkv = random(rng, length, (heads + 2 * layer.kv_heads) * layer.dim)
-    table = rng.permutation(blocks + 3).astype(np.int32)[None]
-    out = np.empty((length, heads * layer.dim), np.float32)
-    cut = int(rng.integers(0, length))  # two chunks, the second one with its first tokens cached
-    for a, b in ((0, cut), (cut, length)):
-        rows, part = np.arange(a, b, dtype=np.int32), np.empty((b - a, out.shape[1]), np.float32)
-        attention.run(qkv[a:b], rows, np.array([0, b - a], np.int32), np.array([b], np.int32), table, scale, part)
-        out[a:b] = part
-    tolerance = 2e-5 if layer.dtype == "float32" else 4 * EPSILON[layer.dtype]  # a key may round the other way
-    np.testing.assert_allclose(out, attend_in_float64(qkv, layer, scale), rtol=0, atol=tolerance)
-
-
 # The executor
 
 
@@ -248,6 +170,7 @@ SPECS = {
     "mixed windows": spec(windows=(0, 7), num_heads=6, num_kv_heads=1),
     "qwen2": spec(qkv_bias=True),
     "qwen3": spec(qk_norm=True, head_dim=32, rope=rope(32)),
+    "gemma": spec(attention_softcap=2.0, final_logit_softcap=3.0, windows=(0, 20)),
     "all biases, partial rope": spec(qkv_bias=True, o_bias=True, mlp_bias=True, rope=rope(8, 1.3), num_kv_heads=4),
 }
 
@@ -351,7 +274,7 @@ def test_half_precision_rounds_weights_and_cache_only(isa, dtype):
 
 @each_isa
 @each_dtype
-@pytest.mark.parametrize("name", ["llama odd sizes", "mixed windows", "qwen3"])
+@pytest.mark.parametrize("name", ["llama odd sizes", "mixed windows", "qwen3", "gemma"])
 def test_logits_are_the_same_bits_however_they_are_computed(isa, dtype, name):
     """Alone, chunked, batched, in other blocks, of other sizes, on more threads."""
     of, length = SPECS[name], 300
@@ -496,6 +419,8 @@ def test_loading_names_the_weight_at_fault():
         {"rope": rope(32)},
         {"hidden_size": 0},
         {"activation": "gelu"},
+        {"attention_softcap": -1.0},
+        {"final_logit_softcap": -1.0},
     ],
 )
 def test_a_spec_that_is_no_decoder_is_refused(change):

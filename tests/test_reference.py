@@ -28,6 +28,7 @@ SPECS: dict[str, dict[str, object]] = {
     "windows": {"windows": (5, 0)},
     "window-of-one": {"windows": (1, 8)},
     "partial-rope": {"rope_dim": 4},
+    "softcaps": {"attention_softcap": 1.5, "final_logit_softcap": 2.0},
     "attention-factor": {"attention_factor": 1.3},
     "all": {
         "qk_norm": True,
@@ -36,6 +37,7 @@ SPECS: dict[str, dict[str, object]] = {
         "windows": (7, 3),
         "rope_dim": 6,
         "attention_factor": 0.7,
+        "attention_softcap": 3.0,
     },
 }
 

@@ -42,6 +42,7 @@ Decoder::Decoder(DecoderConfig config, const std::string& isa, int threads)
   require(int64_t(c.windows.size()) == c.num_layers, "windows must hold one entry per layer");
   require(int64_t(c.formats.layers.size()) == c.num_layers, "formats must hold one entry per layer");
   for (int window : c.windows) require(window >= 0, "windows must not be negative");
+  require(c.attention_softcap >= 0 && c.final_logit_softcap >= 0, "a softcap must not be negative");
   require(c.block_size >= 1 && c.block_size <= 256, "block_size must be in [1, 256], got " + text(c.block_size));
   cache_.dtype = c.dtype;
   cache_.block_size = int(c.block_size);
@@ -49,12 +50,18 @@ Decoder::Decoder(DecoderConfig config, const std::string& isa, int threads)
   cache_.head_dim = int(c.head_dim);
   finish_cache_layout(cache_, c.num_layers);
   const int group = int(c.num_heads / c.num_kv_heads);
-  engine_.reserve(Engine::attention_scratch(cache_, group));
+  engine_.reserve(AttentionPlan::scratch_floats(cache_, group));
   ld_hidden_ = leading(c.hidden_size);
   ld_qkv_ = leading((c.num_heads + 2 * c.num_kv_heads) * c.head_dim);
   ld_attn_ = leading(c.num_heads * c.head_dim);
   ld_mlp_ = leading(c.intermediate_size);
   place_weights();
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const auto found = std::find(plan_windows_.begin(), plan_windows_.end(), c.windows[i]);
+    layers_[i].plan = size_t(found - plan_windows_.begin());
+    if (found == plan_windows_.end()) plan_windows_.push_back(c.windows[i]);
+  }
+  plans_.resize(plan_windows_.size());
 }
 
 // One mapping holds all matrices, so that it can take huge pages; nothing is touched before its weight is loaded.
@@ -186,7 +193,7 @@ void Decoder::allocate_kv(int64_t blocks) {
   require(blocks >= 0 && blocks <= INT32_MAX, "the number of KV blocks must be in [0, 2^31), got " + text(blocks));
   kv_ = Memory();
   num_blocks_ = 0;
-  kv_ = Memory(size_t(blocks * cache_.block_bytes));
+  kv_ = Memory(size_t(blocks * cache_.block_bytes), true);
   cache_.kv = kv_.data();
   num_blocks_ = blocks;
 }
@@ -265,8 +272,9 @@ void Decoder::attend(const Layer& layer, int index) {
   engine_.rms_norm(hidden_.floats(), ld_hidden_, layer.attn_norm, x, ld_hidden_, step_.rows, c.hidden_size, c.norm_eps);
   engine_.gemm({&layer.qkv, x, ld_hidden_, qkv, ld_qkv_, Epilogue::store}, step_.rows);
   engine_.rope({&step_, &cache_, qkv, ld_qkv_, q, group, index, rope_dim, cos_.floats(), sin_.floats(), layer.q_norm,
-                layer.k_norm, c.norm_eps, c.attention_scale});
-  attention_.run(engine_, {&step_, &cache_, q, attn, ld_attn_, group, index, c.windows[size_t(index)], 0, nullptr});
+                layer.k_norm, c.norm_eps, c.attention_scale * kLog2E});
+  AttentionArgs args{&step_, &cache_, q, attn, ld_attn_, index, c.attention_softcap * kLog2E};
+  plans_[layer.plan].run(engine_, args);
 }
 
 // The rest of a layer, which looks at each row alone.
@@ -300,6 +308,8 @@ void Decoder::forward(const Batch& b, float* logits) {
   step(b, [&](const float* x, int64_t begin, int64_t count) {
     float* y = logits + begin * config_.vocab_size;
     engine_.gemm({&head_, x, ld_hidden_, y, config_.vocab_size, Epilogue::store}, count);
+    if (config_.final_logit_softcap != 0.0f)
+      engine_.softcap(y, count * config_.vocab_size, config_.final_logit_softcap);
   });
 }
 
@@ -311,9 +321,14 @@ void Decoder::forward_and_sample(const Batch& b, std::span<const SampleRow> rows
     for (int64_t first = 0; first < count; first += block) {
       const int64_t size = std::min(block, count - first), at = begin + first;
       sampler_.begin(rows.subspan(size_t(at), size_t(size)), ids);
-      engine_.gemm_tiles({&head_, x + first * ld_hidden_, ld_hidden_, nullptr, 0, Epilogue::store}, size, ids,
-                         [&](float* tile, int64_t ld, int64_t row, int64_t row_end, int64_t id, int64_t id_end,
-                             int thread) { sampler_.take(tile, ld, row, row_end, id, id_end - id, thread); });
+      engine_.gemm_tiles(
+          {&head_, x + first * ld_hidden_, ld_hidden_, nullptr, 0, Epilogue::store}, size, ids,
+          [&](float* tile, int64_t ld, int64_t row, int64_t row_end, int64_t id, int64_t id_end, int thread) {
+            if (config_.final_logit_softcap != 0.0f)
+              for (int64_t r = 0; r < row_end - row; ++r)
+                engine_.kernels().softcap(tile + r * ld, id_end - id, config_.final_logit_softcap);
+            sampler_.take(tile, ld, row, row_end, id, id_end - id, thread);
+          });
       sampler_.finish(tokens + at);
     }
   });
@@ -331,8 +346,11 @@ void Decoder::step(const Batch& b, const Head& head) {
     std::fill(sequence_.begin() + b.query_start[size_t(s)], sequence_.begin() + b.query_start[size_t(s) + 1],
               int32_t(s));
   step_ = {rows, b.positions.data(), sequence_.data(), b.block_tables.data(), b.table_width};
-  attention_.build(b.query_start.data(), b.context_lens.data(), sequences, cache_,
-                   int(config_.num_heads / config_.num_kv_heads), engine_.pool().threads());
+  const StepSequences step{b.query_start.data(), b.context_lens.data(), sequences, b.block_tables.data(),
+                           b.table_width};
+  for (size_t i = 0; i < plans_.size(); ++i)
+    plans_[i].build(step, cache_, int(config_.num_heads / config_.num_kv_heads), plan_windows_[i],
+                    engine_.pool().threads());
   rope_table(engine_.pool(), b.positions.data(), rows, config_.inv_freq, config_.attention_factor, cos_.floats(),
              sin_.floats());
   embed(b);

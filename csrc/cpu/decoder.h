@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "attention_plan.h"
 #include "engine.h"
 #include "sample.h"
 
@@ -28,7 +29,7 @@ struct DecoderConfig {
   std::vector<float> inv_freq;
   float attention_factor;
   std::vector<int> windows;
-  float attention_scale;
+  float attention_scale, attention_softcap, final_logit_softcap;
   bool tie_embeddings, qkv_bias, o_bias, mlp_bias, qk_norm;
   DType dtype;
   int64_t block_size;
@@ -77,6 +78,7 @@ class Decoder {
   struct Layer {
     Packed qkv, o, gate_up, down;
     float *attn_norm, *mlp_norm, *q_norm, *k_norm;
+    size_t plan;  // of plans_
   };
 
   void place_weights();
@@ -110,7 +112,8 @@ class Decoder {
 
   // Activations of a step, rows apart by these many floats.
   StepRows step_{};
-  AttentionPlan attention_;
+  std::vector<int> plan_windows_;  // the different windows of the layers, and the step's plan for each
+  std::vector<AttentionPlan> plans_;
   Sampler sampler_{engine_};
   int64_t capacity_ = 0, ld_hidden_ = 0, ld_qkv_ = 0, ld_attn_ = 0, ld_mlp_ = 0;
   Memory hidden_, last_, normed_, qkv_, q_, attn_, mlp_, cos_, sin_;

@@ -4,6 +4,7 @@
 #include "convert.h"
 #include "isa.h"
 #include "product.h"
+#include "softmax.h"
 
 namespace pagebus::PAGEBUS_ISA {
 // x and weight hold zeros between n and padded, a multiple of 16. y may be x.
@@ -25,6 +26,12 @@ void rms_norm(const float* x, const float* weight, float* y, int64_t padded, int
 void silu_mul(const float* gate, const float* up, float* y, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes)
     store_columns(y + i, mul(silu(load_columns(gate + i, n - i)), load_columns(up + i, n - i)), n - i);
+}
+
+void softcap(float* x, int64_t n, float cap) {
+  const V inverse = set1(1.0f / cap);
+  for (int64_t i = 0; i < n; i += kLanes)
+    store_columns(x + i, cap_softly(load_columns(x + i, n - i), set1(cap), inverse), n - i);
 }
 
 namespace {
@@ -66,8 +73,9 @@ void rope(const RopeArgs& a, int64_t row_begin, int64_t row_end, float* scratch)
     char* layer = c.kv + block * c.block_bytes + a.layer * c.layer_bytes;
     for (int h = 0; h < c.kv_heads; ++h) {
       char* head = layer + h * c.head_bytes;
+      const int64_t lane = (offset / c.key_lanes * c.head_dim) * c.key_lanes + offset % c.key_lanes;
       rotate(a, t, keys + h * c.head_dim, a.k_norm, scratch);
-      for (int i = 0; i < c.head_dim; ++i) narrow_one(c.dtype, scratch[i], head, i * c.block_size + offset);
+      for (int i = 0; i < c.head_dim; ++i) narrow_one(c.dtype, scratch[i], head, i * c.key_lanes + lane);
       narrow(c.dtype, values + h * c.head_dim, head + c.value_offset + offset * c.padded_dim * width, c.head_dim);
     }
   }

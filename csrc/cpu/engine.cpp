@@ -7,7 +7,6 @@
 namespace pagebus {
 namespace {
 
-constexpr int kQueryRows = 96;          // rows of a prefill item
 constexpr int64_t kChunkBytes = 65536;  // weights of a chunk at few rows
 
 struct Build {
@@ -163,11 +162,10 @@ void Engine::rope(const RopeArgs& args) {
            [&](int64_t begin, int64_t end, int thread) { kernels_->rope(args, begin, end, scratch(thread)); });
 }
 
-int Engine::attention_rows(int group) { return std::max(group, kQueryRows / group * group); }
-
-int64_t Engine::attention_scratch(const CacheLayout& cache, int group) {
-  const int64_t rows = attention_rows(group), padded = cache.padded_dim;
-  return kTile * (cache.head_dim + padded + kPanel) + rows * (2 * padded + 4);
+void Engine::softcap(float* x, int64_t n, float cap) {
+  constexpr int64_t chunk = 1 << 13;
+  pool_.run((n + chunk - 1) / chunk,
+            [&](int64_t i, int) { kernels_->softcap(x + i * chunk, std::min(chunk, n - i * chunk), cap); });
 }
 
 Packed packed_layout(Format format, DType dtype, int64_t n, int64_t k, bool gated) {
@@ -183,62 +181,11 @@ int64_t packed_bytes(const Packed& w) { return w.panels * w.panel_bytes; }
 void finish_cache_layout(CacheLayout& c, int64_t layers) {
   const int64_t width = dtype_bytes(c.dtype);
   c.padded_dim = int(round_up(c.head_dim, kPanel));
+  c.key_lanes = c.block_size % kPanel ? c.block_size : kPanel;
   c.value_offset = round_up(int64_t(c.head_dim) * c.block_size * width, 64);
   c.head_bytes = c.value_offset + round_up(int64_t(c.padded_dim) * c.block_size * width, 64);
   c.layer_bytes = c.head_bytes * c.kv_heads;
   c.block_bytes = c.layer_bytes * layers;
-}
-
-void AttentionPlan::build(const int32_t* query_start, const int32_t* context_lens, int64_t sequences,
-                          const CacheLayout& cache, int group, int threads) {
-  items_.clear();
-  merges_.clear();
-  partials_ = 0;
-  max_rows_ = Engine::attention_rows(group);
-  const int tile = max_rows_ / group;
-  std::vector<AttentionItem> whole;
-  int64_t work = 0;
-  for (int32_t s = 0; s < sequences; ++s) {
-    const int32_t tokens = query_start[s + 1] - query_start[s], computed = context_lens[s] - tokens;
-    for (int32_t first = 0; first < tokens; first += tile) {
-      const int32_t count = std::min(tile, tokens - first);
-      const int32_t partitions = (computed + first + count - 1) / kPartition + 1;
-      for (int h = 0; h < cache.kv_heads; ++h)
-        whole.push_back({query_start[s] + first, count, s, h, computed + first, 0, partitions, -1});
-      work += int64_t(partitions) * cache.kv_heads;
-    }
-  }
-  const auto share = int32_t(std::max<int64_t>(1, work / (threads * 6)));
-  for (AttentionItem item : whole) {
-    const int32_t partitions = item.partition_end;
-    if (threads == 1 || partitions <= share + share / 2) {
-      items_.push_back(item);
-      continue;
-    }
-    item.partial = partials_;
-    merges_.push_back(item);
-    partials_ += partitions;
-    for (int32_t p = 0; p < partitions; p += share) {
-      AttentionItem piece = item;
-      piece.partition_begin = p;
-      piece.partition_end = std::min(partitions, p + share);
-      piece.partial = item.partial + p;
-      items_.push_back(piece);
-    }
-  }
-  const int64_t bytes = partials_ * max_rows_ * (cache.padded_dim + 2) * 4;
-  if (int64_t(partial_memory_.bytes()) < bytes) partial_memory_ = Memory(size_t(bytes));
-}
-
-void AttentionPlan::run(Engine& engine, AttentionArgs args) {
-  args.max_rows = max_rows_;
-  args.partials = partial_memory_.floats();
-  engine.pool().run(int64_t(items_.size()), [&](int64_t i, int thread) {
-    engine.kernels().attention(args, items_[size_t(i)], engine.scratch(thread));
-  });
-  engine.pool().run(int64_t(merges_.size()), [&](int64_t i, int thread) {
-    engine.kernels().merge(args, merges_[size_t(i)], engine.scratch(thread));
-  });
 }
 
 void rope_table(Pool& pool, const int32_t* positions, int64_t rows, const std::vector<float>& inv_freq, float factor,

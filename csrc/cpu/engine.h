@@ -43,10 +43,7 @@ class Engine {
   void rms_norm(const float* x, int64_t ldx, const float* weight, float* y, int64_t ldy, int64_t rows, int64_t n,
                 float eps);
   void rope(const RopeArgs& args);
-
-  // Query rows an item may have, and the scratch one takes.
-  static int attention_rows(int group);
-  static int64_t attention_scratch(const CacheLayout& cache, int group);
+  void softcap(float* x, int64_t n, float cap);
 
  private:
   // A product with the kernel for its matrix, and the rows' codes where that takes them.
@@ -107,21 +104,6 @@ int64_t packed_bytes(const Packed& w);
 
 // Fills in the offsets of a layout whose dtype, block_size, kv_heads and head_dim are set.
 void finish_cache_layout(CacheLayout& cache, int64_t layers);
-
-// One step's attention, cut into items; the cut follows the work and the threads, and does not change the result.
-class AttentionPlan {
- public:
-  // context_lens and query_start as in StepBatch.
-  void build(const int32_t* query_start, const int32_t* context_lens, int64_t sequences, const CacheLayout& cache,
-             int group, int threads);
-  void run(Engine& engine, AttentionArgs args);
-
- private:
-  std::vector<AttentionItem> items_, merges_;
-  int max_rows_ = 0;
-  int64_t partials_ = 0;
-  Memory partial_memory_;
-};
 
 // cos and sin [rows][dim / 2] of position * inv_freq, times `factor`.
 void rope_table(Pool& pool, const int32_t* positions, int64_t rows, const std::vector<float>& inv_freq, float factor,

@@ -19,6 +19,7 @@ const Kernels* PAGEBUS_JOIN(kernels_, PAGEBUS_ISA)() {
                                  isa::rope,
                                  isa::attention,
                                  isa::merge,
+                                 isa::softcap,
                                  isa::silu_mul,
                                  isa::unpack_row,
                                  isa::widen,

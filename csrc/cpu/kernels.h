@@ -77,11 +77,12 @@ struct PackArgs {
   Blocks blocks = Blocks::none;
 };
 
-// The KV cache: block b at kv + b * block_bytes, in it layer by layer, in that head by head: keys transposed [head_dim]
-// [block_size], then values [block_size][head_dim padded to 16].
+// The KV cache: block b at kv + b * block_bytes, in it layer by layer, in that head by head: keys transposed,
+// [block_size / key_lanes][head_dim][key_lanes], then values [block_size][head_dim padded to 16].
 struct CacheLayout {
   DType dtype;
   int block_size, kv_heads, head_dim, padded_dim;
+  int key_lanes;  // 16; block_size where that is no multiple of 16
   int64_t head_bytes, value_offset, layer_bytes, block_bytes;
   char* kv;
 };
@@ -108,20 +109,27 @@ struct RopeArgs {
   const float* sin;     // [rows][rope_dim / 2]
   const float* q_norm;  // [padded_dim] or null
   const float* k_norm;
-  float eps, scale;
+  float eps, scale;  // scale: of the scores, in powers of two (see AttentionArgs)
 };
 
-// Attention reduces over absolute positions: tiles of 64 keys make a partition of 256, and the partitions' results are
-// merged in ascending order. Whether one item runs all partitions of a row or many items share them, the bits agree.
-constexpr int kTile = 64;
-constexpr int kPartition = 256;
+// Attention reduces over absolute positions: each partition of 128 keys has a softmax of its own, and they are merged
+// in ascending order. Whether one item runs all partitions of a row or many items share them, the bits agree.
+// Scores are logarithms to base 2: q holds the factor log2(e).
+constexpr int kPartition = 128;
+constexpr float kLog2E = 1.44269504088896341f;
 
 struct AttentionItem {
-  int64_t row;  // first query row of the step
-  int32_t tokens, sequence, kv_head;
-  int32_t position;                        // of the first row
-  int32_t partition_begin, partition_end;  // those to run
-  int64_t partial;                         // -1: all of them, write the output; else index of the first partial result
+  int32_t first, tokens;  // of AttentionArgs::order
+  int32_t sequence;       // whose block table leads to the keys, in these partitions the same for all tokens
+  int32_t kv_head;
+  int32_t partition_begin, partition_end;
+  int32_t end;   // no token sees keys from here on
+  bool partial;  // leave each partition's result to `merge`; else these are all partitions, write the output
+};
+
+// Tokens whose partial results are complete.
+struct AttentionMerge {
+  int32_t first, tokens, kv_head;
 };
 
 struct AttentionArgs {
@@ -130,10 +138,28 @@ struct AttentionArgs {
   const float* q;
   float* out;  // [rows][heads * head_dim]
   int64_t ldout;
-  int group, layer, window;
-  int max_rows;     // query rows (tokens * group) of an item at most
-  float* partials;  // each [max_rows][padded_dim], then [max_rows] maxima, then [max_rows] sums
+  int layer;
+  float softcap;  // scores become tanh(score / softcap) * softcap, in powers of two like them; 0: as they are
+  // The rest is the plan's.
+  int group = 1, window = 0;
+  int max_rows = 0;                // tokens * group of an item at most
+  const int32_t* order = nullptr;  // rows of the step
+  const int64_t* slots = nullptr;  // of each of `order`: its result of partition p is partial slots[i] + p
+  float* partials = nullptr;  // [slots][kv_heads], each [group][padded_dim], then [group] maxima, then [group] sums
 };
+
+// The first one that a row sees.
+static constexpr int32_t first_partition(int32_t position, int window) {
+  return window && position >= window ? (position - window + 1) / kPartition : 0;
+}
+
+static constexpr int64_t partial_floats(const CacheLayout& c, int group) { return int64_t(group) * (c.padded_dim + 2); }
+
+// What `attention` needs: a partition's keys and values as floats, and per row its query, output, scores and states.
+static constexpr int64_t attention_scratch(const CacheLayout& c, int max_rows) {
+  return int64_t(kPartition) * (c.head_dim + c.padded_dim) +
+         (int64_t(max_rows) + 16) * (2 * c.padded_dim + kPartition + 16);
+}
 
 // The best score of a row, the lowest id of equals; infinite once one of them is no number.
 struct Best {
@@ -149,8 +175,9 @@ struct Kernels {
                float* scratch);
   void (*rms_norm)(const float* x, const float* weight, float* y, int64_t padded, int64_t n, float eps);
   void (*rope)(const RopeArgs&, int64_t row_begin, int64_t row_end, float* scratch);
-  void (*attention)(const AttentionArgs&, const AttentionItem&, float* scratch);
-  void (*merge)(const AttentionArgs&, const AttentionItem&, float* scratch);
+  void (*attention)(const AttentionArgs&, const AttentionItem* items, int64_t count, float* scratch);
+  void (*merge)(const AttentionArgs&, const AttentionMerge&, float* scratch);
+  void (*softcap)(float* x, int64_t n, float cap);  // x = tanh(x / cap) * cap
   void (*silu_mul)(const float* gate, const float* up, float* y, int64_t n);
   void (*unpack_row)(const Packed&, int64_t output, float* y);
   void (*widen)(DType, const void* source, float* y, int64_t n);

@@ -178,6 +178,8 @@ class Ops {
     for (int64_t r = 0; r < rows; ++r) std::copy_n(in.begin() + r * padded, n, y.data() + r * n);
   }
 
+  void softcap(Output x, float cap) { engine_.softcap(x.data(), int64_t(x.shape(0)), cap); }
+
   void silu_mul(Floats gate, Floats up, Output y) {
     require(gate.shape(0) == up.shape(0) && gate.shape(0) == y.shape(0), "shapes must agree");
     engine_.kernels().silu_mul(gate.data(), up.data(), y.data(), int64_t(y.shape(0)));
@@ -231,29 +233,33 @@ class Ops {
 class AttentionLayer {
  public:
   AttentionLayer(Ops& ops, const std::string& dtype, int heads, int kv_heads, int head_dim, int block_size,
-                 int64_t blocks, int window, std::vector<float> inv_freq, float factor)
+                 int64_t blocks, int window, std::vector<float> inv_freq, float factor, float softcap)
       : engine_(ops.engine()),
         heads_(heads),
         window_(window),
         blocks_(blocks),
         inv_freq_(std::move(inv_freq)),
-        factor_(factor) {
+        factor_(factor),
+        softcap_(softcap) {
     require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && head_dim > 0 && head_dim <= 4096 && window >= 0,
             "no such layer");
     require(block_size >= 1 && block_size <= 256 && blocks >= 1 && blocks < 1 << 24, "no such cache");
+    require(softcap >= 0, "a softcap must not be negative");
     require(int(inv_freq_.size()) * 2 <= head_dim, "rope.dim must be at most head_dim");
     cache_.dtype = parse_dtype(dtype);
     cache_.block_size = block_size;
     cache_.kv_heads = kv_heads;
     cache_.head_dim = head_dim;
     finish_cache_layout(cache_, 1);
-    kv_ = Memory(size_t(blocks * cache_.block_bytes));
+    kv_ = Memory(size_t(blocks * cache_.block_bytes), true);
     cache_.kv = kv_.data();
-    engine_.reserve(Engine::attention_scratch(cache_, heads / kv_heads));
+    engine_.reserve(AttentionPlan::scratch_floats(cache_, heads / kv_heads));
   }
 
   // Fills the cache with the bytes of NaN in every dtype: what memory that was never written may hold.
   void poison() { std::fill_n(kv_.data(), kv_.bytes(), char(0xff)); }
+
+  int64_t partitions() const { return plan_.partitions(); }
 
   void run(FloatTable qkv, Ints positions, Ints query_start, Ints context_lens, IntTable tables, float scale,
            OutputTable out) {
@@ -286,9 +292,10 @@ class AttentionLayer {
     const StepRows step{rows, positions.data(), sequence.data(), tables.data(), width};
     rope_table(engine_.pool(), positions.data(), rows, inv_freq_, factor_, cos.data(), sin.data());
     engine_.rope({&step, &cache_, qkv.data(), int64_t(qkv.shape(1)), q.data(), group, 0, int(2 * half), cos.data(),
-                  sin.data(), nullptr, nullptr, 0.0f, scale});
-    plan_.build(query_start.data(), context_lens.data(), sequences, cache_, group, engine_.pool().threads());
-    plan_.run(engine_, {&step, &cache_, q.data(), out.data(), int64_t(heads_) * dim, group, 0, window_, 0, nullptr});
+                  sin.data(), nullptr, nullptr, 0.0f, scale * kLog2E});
+    plan_.build({query_start.data(), context_lens.data(), sequences, tables.data(), width}, cache_, group, window_,
+                engine_.pool().threads());
+    plan_.run(engine_, {&step, &cache_, q.data(), out.data(), int64_t(heads_) * dim, 0, softcap_ * kLog2E});
   }
 
  private:
@@ -297,7 +304,7 @@ class AttentionLayer {
   int heads_, window_;
   int64_t blocks_;
   std::vector<float> inv_freq_;
-  float factor_;
+  float factor_, softcap_;
   Memory kv_;
   AttentionPlan plan_;
 };
@@ -315,8 +322,9 @@ NB_MODULE(_cpu, m) {
           [](Decoder* self, int64_t vocab_size, int64_t hidden_size, int64_t num_layers, int64_t num_heads,
              int64_t num_kv_heads, int64_t head_dim, int64_t intermediate_size, float norm_eps,
              std::vector<float> inv_freq, float attention_factor, std::vector<int> windows, float attention_scale,
-             bool tie_embeddings, bool qkv_bias, bool o_bias, bool mlp_bias, bool qk_norm, const std::string& dtype,
-             int64_t block_size, const std::vector<std::vector<std::string>>& formats, const std::string& head_format,
+             float attention_softcap, float final_logit_softcap, bool tie_embeddings, bool qkv_bias, bool o_bias,
+             bool mlp_bias, bool qk_norm, const std::string& dtype, int64_t block_size,
+             const std::vector<std::vector<std::string>>& formats, const std::string& head_format,
              const std::string& embed_format, const std::string& isa, int threads) {
             new (self) Decoder({vocab_size,
                                 hidden_size,
@@ -330,6 +338,8 @@ NB_MODULE(_cpu, m) {
                                 attention_factor,
                                 std::move(windows),
                                 attention_scale,
+                                attention_softcap,
+                                final_logit_softcap,
                                 tie_embeddings,
                                 qkv_bias,
                                 o_bias,
@@ -342,8 +352,8 @@ NB_MODULE(_cpu, m) {
           },
           nb::kw_only(), "vocab_size"_a, "hidden_size"_a, "num_layers"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
           "intermediate_size"_a, "norm_eps"_a, "inv_freq"_a, "attention_factor"_a, "windows"_a, "attention_scale"_a,
-          "tie_embeddings"_a, "qkv_bias"_a, "o_bias"_a, "mlp_bias"_a, "qk_norm"_a, "dtype"_a, "block_size"_a,
-          "formats"_a, "head_format"_a, "embed_format"_a, "isa"_a, "threads"_a)
+          "attention_softcap"_a, "final_logit_softcap"_a, "tie_embeddings"_a, "qkv_bias"_a, "o_bias"_a, "mlp_bias"_a,
+          "qk_norm"_a, "dtype"_a, "block_size"_a, "formats"_a, "head_format"_a, "embed_format"_a, "isa"_a, "threads"_a)
       .def_prop_ro("isa", &Decoder::isa)
       .def_prop_ro("block_bytes", &Decoder::block_bytes)
       .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
@@ -399,13 +409,16 @@ NB_MODULE(_cpu, m) {
       .def("rms_norm", &Ops::rms_norm, "x"_a, "weight"_a, nb::arg("y").noconvert(), "eps"_a)
       .def("silu_mul", &Ops::silu_mul, "gate"_a, "up"_a, nb::arg("y").noconvert())
       .def("sample", &Ops::sample, "logits"_a, "draws"_a, nb::arg("kept").noconvert(), "piece"_a)
+      .def("softcap", &Ops::softcap, nb::arg("x").noconvert(), "cap"_a, "x = tanh(x / cap) * cap.")
       .def("probe_read", &Ops::probe_read, "data"_a, "Reads an array; returns its bytes.")
       .def("probe_fma", &Ops::probe_fma, "iterations"_a, "Runs multiply-adds; returns the operations.");
   nb::class_<AttentionLayer>(m, "AttentionLayer", "Rope, KV write and paged attention of one layer.")
-      .def(nb::init<Ops&, const std::string&, int, int, int, int, int64_t, int, std::vector<float>, float>(),
+      .def(nb::init<Ops&, const std::string&, int, int, int, int, int64_t, int, std::vector<float>, float, float>(),
            nb::keep_alive<1, 2>(), "ops"_a, "dtype"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "block_size"_a,
-           "blocks"_a, "window"_a, "inv_freq"_a, "factor"_a)
+           "blocks"_a, "window"_a, "inv_freq"_a, "factor"_a, "softcap"_a = 0.0f)
       .def("poison", &AttentionLayer::poison)
+      .def_prop_ro("partitions", &AttentionLayer::partitions,
+                   "Partitions of keys that the last run read, of all heads.")
       .def("run", &AttentionLayer::run, "qkv"_a, "positions"_a, "query_start"_a, "context_lens"_a, "tables"_a,
            "scale"_a, nb::arg("out").noconvert());
 }

@@ -75,6 +75,8 @@ class NativeExecutor:
                 attention_factor=spec.rope.attention_factor,
                 windows=list(spec.windows),
                 attention_scale=spec.attention_scale,
+                attention_softcap=spec.attention_softcap,
+                final_logit_softcap=spec.final_logit_softcap,
                 tie_embeddings=spec.tie_embeddings,
                 qkv_bias=spec.qkv_bias,
                 o_bias=spec.o_bias,

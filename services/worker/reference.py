@@ -112,8 +112,9 @@ class ReferenceExecutor(Executor):
             x = x + self._attention(i, normed, cos, sin, slots, tiles[window])
             x = x + self._mlp(i, self._norm(x, f"layers.{i}.mlp_norm"))
         last = self._norm(x[self._on_device(batch.logit_rows)], "final_norm")  # [R, hidden]
-        logits: Logits = self._linear(last, "embed" if spec.tie_embeddings else "lm_head").cpu().numpy()
-        return logits
+        logits = self._linear(last, "embed" if spec.tie_embeddings else "lm_head")
+        capped: Logits = cap_softly(logits, spec.final_logit_softcap).cpu().numpy()
+        return capped
 
     def _attention(
         self, i: int, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, tiles: list[AttentionTile]
@@ -262,8 +263,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: DecoderSpec) -> 
     batch, n = q.shape[:2]
     group = spec.num_heads // spec.num_kv_heads
     q = q.view(batch, n, spec.num_kv_heads, group, spec.head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    out = F.scaled_dot_product_attention(  # [N, kv_heads, group * n, head_dim]
-        q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=spec.attention_scale
-    )
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if spec.attention_softcap:
+        scores = cap_softly(q @ k.mT * spec.attention_scale, spec.attention_softcap)
+        out = (scores + mask).softmax(-1) @ v  # [N, kv_heads, group * n, head_dim]
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.attention_scale)
     out = out.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4)  # [N, n, kv_heads, group, head_dim]
     return out.reshape(batch, n, spec.num_heads, spec.head_dim)
+
+
+def cap_softly(x: Tensor, cap: float) -> Tensor:
+    """tanh(x / cap) * cap, which keeps x within +-cap (arXiv 2408.00118); x where cap is 0."""
+    return (x / cap).tanh() * cap if cap else x

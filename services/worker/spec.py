@@ -43,6 +43,8 @@ class DecoderSpec:
     mlp_bias: bool = False
     qk_norm: bool = False
     activation: str = "silu"
+    attention_softcap: float = 0.0  # scores become tanh(score / cap) * cap; 0 = none. For Gemma 2, not loaded yet
+    final_logit_softcap: float = 0.0  # likewise the logits
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Canonical name to shape of every weight of the model: what a loader must deliver, no more and no less."""
