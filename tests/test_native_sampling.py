@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not ISAS, reason=str(native.unavailable()))
 each_isa = pytest.mark.parametrize("isa", ISAS)
 
 VOCAB = 1301
-SPEC = make_spec(vocab_size=VOCAB, hidden_size=40, tie_embeddings=True)
+SPEC = make_spec(vocab_size=VOCAB, hidden_size=40, tie_embeddings=True, final_logit_softcap=4.0)
 ROWS = 200  # more than a block of the head takes
 WAYS = [
     {"temperature": 0.0},
