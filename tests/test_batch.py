@@ -125,7 +125,7 @@ def test_follows_random_plans(seed: int) -> None:
         model.expect(p, step)
         sampled = [slot for slot, wanted in zip(p.slots, p.samples, strict=True) if wanted]
         tokens = [model.random.randrange(1000) for _ in sampled]
-        batch.append(p, tokens)
+        batch.append(tokens)
         for slot, token in zip(sampled, tokens, strict=True):
             model.sequences[slot].tokens.append(token)
 
@@ -150,7 +150,7 @@ def test_a_failed_row_still_has_a_token_for_the_plan_in_flight() -> None:
     batch = batch_with([1, 2])
     p = rows((0, 0, 2, 1, [0]))
     batch.apply(p)
-    batch.append(p, [-1])
+    batch.append([-1])
     step = batch.apply(rows((0, 2, 1, 1, [])))
     assert step is not None
     assert step.tokens.tolist() == [0]
@@ -161,14 +161,14 @@ def test_greedy_rows_are_none_and_others_carry_their_output_index() -> None:
     sampled = admit(1, [5, 6, 7, 8], 2, seed=11)  # two output tokens: resubmitted or preempted
     p = rows((0, 0, 2, 1, [0]), (1, 0, 4, 1, [1]), admit=[admit(0, [1, 2], temperature=0.0), sampled])
     batch.apply(p)
-    plain, row = batch.sampling_rows(p)
+    plain, row = batch.sampling_rows()
     assert plain is None
     assert row is not None
     assert (row.params, row.seed, row.index, row.banned) == (sampled.params, 11, 2, None)
-    batch.append(p, [3, 4])
+    batch.append([3, 4])
     p = rows((1, 4, 1, 1, [2]), (0, 2, 1, 0, []))
     batch.apply(p)
-    (row,) = batch.sampling_rows(p)
+    (row,) = batch.sampling_rows()
     assert row is not None
     assert row.index == 3
 
@@ -192,9 +192,9 @@ def test_min_tokens_bans_what_would_end_the_request(
     for position in range(4):
         p = rows((0, position, 1, 1, [position] if position % BLOCK == 0 else []))
         batch.apply(p)
-        (row,) = batch.sampling_rows(p)
+        (row,) = batch.sampling_rows()
         found.append(row.banned if row else None)
-        batch.append(p, [1])
+        batch.append([1])
     assert found == [banned, banned, None, None]
 
 

@@ -96,8 +96,6 @@ void Engine::gemm_tiles(const GemmArgs& args, int64_t rows, int64_t columns, con
   });
 }
 
-// Shape, size and place of a packed matrix; the data is the caller's.
-Packed packed_layout(DType dtype, int64_t n, int64_t k, bool gated);
 // Shape, size and place of a packed matrix; the data is the caller's. `dtype` is that of a dense one.
 Packed packed_layout(Format format, DType dtype, int64_t n, int64_t k, bool gated);
 int64_t packed_bytes(const Packed& w);

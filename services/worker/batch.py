@@ -39,6 +39,7 @@ class Batch:
         self._num_blocks: Ints = np.zeros(0, np.int32)
         self._num_prompt: Ints = np.zeros(0, np.int32)
         self._plain: NDArray[np.bool_] = np.zeros(0, np.bool_)  # greedy, and nothing is ever banned
+        self._sampling: Ints = np.zeros(0, np.int32)  # slots of the last plan's rows that sample
         self._params: list[SamplingParams | None] = []
         self._banned: list[list[int] | None] = []
 
@@ -61,29 +62,36 @@ class Batch:
         slots = np.array(plan.slots, np.int32)
         starts = np.array(plan.starts, np.int32)
         counts = np.array(plan.counts, np.int32)
-        sampled = np.flatnonzero(plan.samples)
-        self._check_slots(slots)
-        self._append_blocks(slots, plan.blocks)
-        self._check_rows(slots, starts, counts, sampled)
-        self._computed[slots] = starts + counts
+        ends = starts + counts
+        sampled = np.flatnonzero(np.array(plan.samples, np.bool_))
+        self._check_slots(plan.slots)
+        if any(plan.blocks):
+            self._append_blocks(slots, plan.blocks)
+        self._check_rows(slots, starts, ends, sampled)
+        self._computed[slots] = ends
+        self._sampling = slots[sampled]
         return self._build(slots, starts, counts, sampled)
 
-    def sampling_rows(self, plan: Plan) -> list[Row | None]:
-        """How to sample each of the plan's rows with `samples` 1; None for the greedy ones."""
-        slots = np.array(plan.slots, np.int32)[np.flatnonzero(plan.samples)]
+    def sampling_rows(self) -> list[Row | None]:
+        """How to sample each of the last plan's rows with `samples` 1; None for the greedy ones."""
+        slots = self._sampling
         rows: list[Row | None] = [None] * len(slots)
-        for i in np.flatnonzero(~self._plain[slots]).tolist():
-            rows[i] = self._row(int(slots[i]))
+        if not self._plain[slots].all():
+            drawing = np.flatnonzero(~self._plain[slots])
+            indexes = self._length[slots[drawing]] - self._num_prompt[slots[drawing]]
+            for i, slot, index in zip(drawing.tolist(), slots[drawing].tolist(), indexes.tolist(), strict=True):
+                rows[i] = self._row(slot, index)
         return rows
 
-    def append(self, plan: Plan, tokens: list[int]) -> None:
-        """Appends the sampled tokens to their slots."""
-        slots = np.array(plan.slots, np.int32)[np.flatnonzero(plan.samples)]
-        lengths = self._length[slots]
-        self._reserve_tokens(int(lengths.max(initial=0)) + 1)
+    def append(self, tokens: list[int]) -> None:
+        """Appends what the last plan's rows with `samples` 1 sampled to their slots."""
+        if not tokens:
+            return
+        slots, lengths = self._sampling, self._length[self._sampling]
+        self._reserve_tokens(int(lengths.max()) + 1)
         # NOTE: a failed row's request ends, but its next row may be on its way already and needs some token.
         self._tokens[slots, lengths] = np.maximum(np.array(tokens, np.int32), 0)
-        self._length[slots] += 1
+        self._length[slots] = lengths + 1
 
     def _release(self, slot: int) -> None:
         if not (0 <= slot < len(self._length) and self._length[slot]):
@@ -119,40 +127,42 @@ class Batch:
         self._tables[np.repeat(slots, counts), columns] = flat
         self._num_blocks[slots] = ends
 
-    def _check_slots(self, slots: Ints) -> None:
-        if slots.min() < 0 or slots.max() >= len(self._length) or not self._length[slots].all():
-            raise PlanError(f"a row of a free slot among {slots.tolist()}")
-        if len(set(slots.tolist())) < len(slots):
-            raise PlanError(f"two rows of one slot among {slots.tolist()}")
+    def _check_slots(self, slots: list[int]) -> None:
+        if min(slots) < 0 or max(slots) >= len(self._length) or not self._length[slots].all():
+            raise PlanError(f"a row of a free slot among {slots}")
+        if len(set(slots)) < len(slots):
+            raise PlanError(f"two rows of one slot among {slots}")
 
-    def _check_rows(self, slots: Ints, starts: Ints, counts: Ints, sampled: NDArray[np.intp]) -> None:
-        computed, length, ends = self._computed[slots], self._length[slots], starts + counts
-        fresh = computed == UNSET
-        rules = {
-            "does not start where the computed tokens end": np.where(fresh, starts >= 0, starts == computed),
-            "computes no token": counts > 0,
-            "computes a token that is not known": ends <= length,
-            "lies past the slot's blocks": ends <= self._num_blocks[slots] * self.block_size,
-        }
-        for rule, holds in rules.items():
-            if not holds.all():
-                i = int(np.flatnonzero(~holds)[0])
-                raise PlanError(
-                    f"slot {slots[i]}: the row of {counts[i]} tokens from {starts[i]} {rule} (computed {computed[i]}, "
-                    f"known {length[i]}, {self._num_blocks[slots[i]]} blocks)"
-                )
+    def _check_rows(self, slots: Ints, starts: Ints, ends: Ints, sampled: NDArray[np.intp]) -> None:
+        computed, length, room = self._computed[slots], self._length[slots], self._num_blocks[slots] * self.block_size
+        begins = np.where(computed == UNSET, starts >= 0, starts == computed)
+        if not (begins & (ends > starts) & (ends <= np.minimum(length, room))).all():
+            rules = {
+                "does not start where the computed tokens end": begins,
+                "computes no token": ends > starts,
+                "computes a token that is not known": ends <= length,
+                "lies past the slot's blocks": ends <= room,
+            }
+            rule, holds = next((rule, holds) for rule, holds in rules.items() if not holds.all())
+            i = int(np.flatnonzero(~holds)[0])
+            raise PlanError(
+                f"slot {slots[i]}: the row of {ends[i] - starts[i]} tokens from {starts[i]} {rule} (computed "
+                f"{computed[i]}, known {length[i]}, {self._num_blocks[slots[i]]} blocks)"
+            )
         if (ends[sampled] != length[sampled]).any():
             raise PlanError("a row samples the token after one that is not the slot's last")
 
     def _build(self, slots: Ints, starts: Ints, counts: Ints, sampled: NDArray[np.intp]) -> StepBatch:
-        query_start = np.zeros(len(slots) + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        # positions: row t of sequence s is starts[s] + t - query_start[s]
-        positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
+        query_start, positions, of_rows = np.arange(len(slots) + 1, dtype=np.int32), starts, slots
+        if counts.max() > 1:
+            np.cumsum(counts, out=query_start[1:])
+            # positions: row t of sequence s is starts[s] + t - query_start[s]
+            positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
+            of_rows = np.repeat(slots, counts)
         context_lens = starts + counts
         widest = -(-int(context_lens.max()) // self.block_size)
         return StepBatch(
-            tokens=self._tokens[np.repeat(slots, counts), positions],
+            tokens=self._tokens[of_rows, positions],
             positions=positions,
             query_start=query_start,
             context_lens=context_lens,
@@ -160,12 +170,10 @@ class Batch:
             logit_rows=query_start[1:][sampled] - 1,
         )
 
-    def _row(self, slot: int) -> Row:
+    def _row(self, slot: int, index: int) -> Row:
         params = self._params[slot]
         assert params is not None
-        index = int(self._length[slot] - self._num_prompt[slot])
-        banned = self._banned[slot] if index < params.min_tokens else None
-        return Row(params, params.seed or 0, index, banned)
+        return Row(params, params.seed or 0, index, self._banned[slot] if index < params.min_tokens else None)
 
     def _reserve_slots(self, slots: int) -> None:
         have = len(self._length)

@@ -26,8 +26,8 @@ class Runner:
         step = self._batch.apply(plan)
         tokens: list[int] = []
         if step is not None:
-            tokens, _ = self.executor.forward_and_sample(step, self._batch.sampling_rows(plan), self._num_ids)
-            self._batch.append(plan, tokens)
+            tokens, _ = self.executor.forward_and_sample(step, self._batch.sampling_rows(), self._num_ids)
+            self._batch.append(tokens)
         return Result(plan.epoch, plan.step, tokens)
 
     def reset(self) -> None:

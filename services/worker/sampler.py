@@ -19,7 +19,7 @@ Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """How to sample one row of logits."""
 
