@@ -125,6 +125,13 @@ def test_the_reference_samples_in_numpy() -> None:
     assert tokens == made("").forward_and_sample(step, rows, 1000)[0]
 
 
+def test_a_step_may_sample_nothing() -> None:
+    step = batch([1, 2])
+    step.logit_rows = step.logit_rows[:0]
+    tokens, kept = made("").forward_and_sample(step, [], VOCAB)
+    assert (tokens, kept.shape) == ([], (0, VOCAB))
+
+
 def test_what_is_no_step_is_refused() -> None:
     executor = made("")
     for num_ids in (0, VOCAB + 1):
