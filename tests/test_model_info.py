@@ -231,7 +231,7 @@ def test_a_bad_config_is_one_clear_error(changes: dict[str, Any], message: str, 
 
 
 def test_gguf_quantization_is_of_gguf_files(models: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="--quantization gguf: .* is not a GGUF file; choose int8, int4 or w8a8"):
+    with pytest.raises(StartupError, match=r"--quantization gguf: .* is not a GGUF file; choose int8, int4 or w8a8"):
         info(models["llama"], quantization="gguf")
     info(to_gguf(models["llama"], tmp_path / "x.gguf"), quantization="gguf")
 

@@ -1,4 +1,4 @@
-"""Quantised kernels against numpy, bit for bit; the executor against the reference, and its promise of the same bits."""
+"""Quantised kernels against numpy, bit for bit; executors against the reference, and their promise of the same bits."""
 
 from __future__ import annotations
 

@@ -56,9 +56,9 @@ struct GemmArgs {
   Epilogue epilogue;
   const RowCodes* codes = nullptr;  // of x, for a w8 matrix
 };
-constexpr int kGemmRows = 96;       // rows that share a sweep over the panels
-constexpr int kWidenedDepth = 128;  // k of quantised panels that are widened at once
-constexpr int kGemmScratch = kGemmRows * kPanel * kUnitPanels + kWidenedDepth * kPanel * kUnitPanels;
+constexpr int kGemmRows = 96;  // rows that share a sweep over the panels
+constexpr int kWidened = 256;  // k of a quantised panel that are widened at once
+constexpr int kGemmScratch = kGemmRows * kPanel * kUnitPanels + kWidened * kPanel;
 
 // A source's blocks of 32 quantised weights along k, as GGUF files hold them; none: it holds numbers.
 enum class Blocks : int { none, q4_0, q4_1, q8_0 };

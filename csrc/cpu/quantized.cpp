@@ -57,16 +57,22 @@ PAGEBUS_INLINE void widen_group(const char* group, float* to) {
   B::template each<1>(p, [&](int k, auto&& w) __attribute__((always_inline)) { store(to + k * kPanel, w(0)); });
 }
 
+// Panels beside each other at R rows: enough chains to hide the latency of a multiply-add, and no more than have room.
 #ifdef __AVX512F__
+template <int R>
 constexpr int kThinPanels = 4;
 #else
-constexpr int kThinPanels = 2;
+template <int R>
+constexpr int kThinPanels = R == 1 ? 2 : 1;
 #endif
+
+constexpr int kDepth = kWidened / kWide;
 
 template <class B, int R, int NV>
 void thin_panels(const GemmArgs& g, int64_t row, int64_t& panel, int64_t end) {
   const Packed& w = *g.w;
   const int64_t whole = w.k / 32, rest = w.k % 32;
+  float sums[R][(NV > kUnitPanels ? NV : kUnitPanels) * kPanel];
   for (; panel + NV <= end; panel += NV) {
     V acc[R][NV];
     for (auto& line : acc)
@@ -89,39 +95,43 @@ void thin_panels(const GemmArgs& g, int64_t row, int64_t& panel, int64_t end) {
       }
       multiply<ReadF32, R, NV>(rest, x, g.ldx, b, kPanel, acc);
     }
-    float sums[(NV > 1 ? NV : 2) * kPanel] = {};  // a gated matrix has no lone panel
-    for (int r = 0; r < R; ++r) {
-      for (int v = 0; v < NV; ++v) store(sums + v * kPanel, acc[r][v]);
-      finish_row(g, row + r, panel, NV, sums);
-    }
+    const int64_t at = NV < kUnitPanels ? panel % kUnitPanels : 0;
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < NV; ++v) store(sums[r] + (at + v) * kPanel, acc[r][v]);
+    if (at + NV < kUnitPanels && panel + NV < w.panels) continue;  // a gate waits for its up
+    for (int r = 0; r < R; ++r) finish_row(g, row + r, panel - at, at + NV, sums[r]);
   }
 }
 
 template <class B>
 void gemm_thin(const GemmArgs& g, int64_t row, int rows, int64_t panel, int64_t end) {
   with_rows<2>(rows, [&]<int R>() {
-    thin_panels<B, R, kThinPanels>(g, row, panel, end);
-    if constexpr (kThinPanels > 2) thin_panels<B, R, 2>(g, row, panel, end);
+    constexpr int most = kThinPanels<R>;
+    if constexpr (most > 2) thin_panels<B, R, most>(g, row, panel, end);
+    if constexpr (most > 1) thin_panels<B, R, 2>(g, row, panel, end);
     thin_panels<B, R, 1>(g, row, panel, end);
   });
 }
 
-// sums[rows][NV panels] of the k in [from, to) of widened weights [NV][kWidenedDepth][16].
+// sums[rows][NV panels] of the k in [from, to) of widened weights [NV][kDepth][16]. Meanwhile asks the memory
+// for the codes that are widened next.
 template <int NV>
 void widened_panels(const GemmArgs& g, int64_t row, int64_t rows, int64_t from, int64_t to, const float* weights,
-                    float* sums, int64_t ld) {
+                    float* sums, int64_t ld, const char* next, int64_t next_bytes) {
   const float* b[NV];
-  for (int v = 0; v < NV; ++v) b[v] = weights + v * kWidenedDepth * kPanel;
+  for (int v = 0; v < NV; ++v) b[v] = weights + v * kDepth * kPanel;
   const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
+  const int64_t share = next_bytes / blocks;
   for (int64_t i = 0; i < blocks; ++i) {
     const int64_t first = rows * i / blocks, last = rows * (i + 1) / blocks;
     const float* a = g.x + (row + first) * g.ldx + from;
+    const Prefetch ahead{next + i * share, share / (to - from)};
     with_rows<kBlockRows>(int(last - first), [&]<int R>() __attribute__((noinline)) {
       V acc[R][NV];
       float* c = sums + first * ld;
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < NV; ++v) acc[r][v] = from ? load(c + r * ld + v * kPanel) : zero();
-      multiply<ReadF32, R, NV>(to - from, a, g.ldx, b, kPanel, acc);
+      multiply<ReadF32, R, NV>(to - from, a, g.ldx, b, kPanel, acc, ahead);
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < NV; ++v) store(c + r * ld + v * kPanel, acc[r][v]);
     });
@@ -135,16 +145,20 @@ void gemm_wide(const GemmArgs& g, int64_t row, int64_t rows, int64_t panel, int6
   const Packed& w = *g.w;
   for (; panel < end; panel += kUnitPanels) {
     const int64_t panels = end - panel < kUnitPanels ? end - panel : kUnitPanels;
-    for (int64_t from = 0; from < w.k; from += kWidenedDepth) {
-      const int64_t to = from + kWidenedDepth < w.k ? from + kWidenedDepth : w.k;
-      for (int64_t p = 0; p < panels; ++p)
-        for (int64_t k = from; k < to; k += 32)
-          widen_group<B>(panel_group(w, panel + p, k / 32), weights + (p * kWidenedDepth + k - from) * kPanel);
+    for (int64_t from = 0; from < w.k; from += kDepth) {
+      const int64_t to = from + kDepth < w.k ? from + kDepth : w.k;
+      const auto product = [&]<int NV>(int64_t p) __attribute__((always_inline)) {
+        for (int v = 0; v < NV; ++v)
+          for (int64_t k = from; k < to; k += 32)
+            widen_group<B>(panel_group(w, panel + p + v, k / 32), weights + (v * kDepth + k - from) * kPanel);
+        const bool deeper = to < w.k, more = deeper || panel + p + NV < w.panels;
+        const char* next = panel_group(w, panel + p + (deeper ? 0 : NV), deeper ? to / 32 : 0);
+        const int64_t bytes = more ? kDepth / 32 * group_bytes(w.format) : 0;
+        widened_panels<NV>(g, row, rows, from, to, weights, sums + p * kPanel, ld, next, bytes);
+      };
       int64_t p = 0;
-      for (; p + kWide <= panels; p += kWide)
-        widened_panels<kWide>(g, row, rows, from, to, weights + p * kWidenedDepth * kPanel, sums + p * kPanel, ld);
-      for (; p < panels; ++p)
-        widened_panels<1>(g, row, rows, from, to, weights + p * kWidenedDepth * kPanel, sums + p * kPanel, ld);
+      for (; p + kWide <= panels; p += kWide) product.template operator()<kWide>(p);
+      for (; p < panels; ++p) product.template operator()<1>(p);
     }
     for (int64_t r = 0; r < rows; ++r) finish_row(g, row + r, panel, panels, sums + r * ld);
   }

@@ -100,7 +100,8 @@ constexpr int kThinPanels = 2;
 // acc[r][v] += the groups [from, to) of row r and panel v. vpdpbusd multiplies unsigned by signed: the weights get 128
 // added, and the sums start from what that will add.
 template <int R, int NV>
-PAGEBUS_INLINE void multiply_groups(const Places<R, NV>& at, int64_t from, int64_t to, const char*, V (&acc)[R][NV]) {
+PAGEBUS_INLINE void multiply_groups(const Places<R, NV>& at, int64_t from, int64_t to, const char*, Prefetch ahead,
+                                    V (&acc)[R][NV]) {
   const __m512i flip = _mm512_set1_epi8(char(0x80));
   for (int64_t g = from; g < to; ++g) {
     __m512i dot[R][NV];
@@ -109,6 +110,7 @@ PAGEBUS_INLINE void multiply_groups(const Places<R, NV>& at, int64_t from, int64
 #pragma GCC unroll 8
       for (int v = 0; v < NV; ++v) dot[r][v] = _mm512_set1_epi32(-at.sums[r][g]);
     for (int q = 0; q < kGroup / 4; ++q) {
+      ahead();
       __m512i w[NV];
 #pragma GCC unroll 8
       for (int v = 0; v < NV; ++v)
@@ -133,7 +135,7 @@ PAGEBUS_INLINE void multiply_groups(const Places<R, NV>& at, int64_t from, int64
 
 template <int R, int NV>
 PAGEBUS_INLINE void multiply_thin(const Places<R, NV>& at, int64_t groups, V (&acc)[R][NV]) {
-  multiply_groups<R, NV>(at, 0, groups, nullptr, acc);
+  multiply_groups<R, NV>(at, 0, groups, nullptr, {at.panels[0], 0}, acc);
 }
 
 PAGEBUS_INLINE void expand_groups(const GemmArgs&, int64_t, int64_t, int64_t, char*) {}
@@ -185,7 +187,7 @@ PAGEBUS_INLINE void add_pairs(__m256i& lo, __m256i& hi, const char* x, __m256i w
 // acc[r][0] += the groups [from, to) of row r and the panel, whose weights are expanded.
 template <int R, int NV>
 PAGEBUS_INLINE void multiply_groups(const Places<R, NV>& at, int64_t from, int64_t to, const char* expanded,
-                                    V (&acc)[R][NV]) {
+                                    Prefetch ahead, V (&acc)[R][NV]) {
   static_assert(NV == 1);
   for (int64_t g = from; g < to; ++g) {
     __m256i lo[R], hi[R];
@@ -195,6 +197,7 @@ PAGEBUS_INLINE void multiply_groups(const Places<R, NV>& at, int64_t from, int64
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) codes[r] = at.codes[r] + g * 2 * kGroup;
     for (int pair = 0; pair < kGroup / 2; ++pair, expanded += 64) {
+      ahead();
       const __m256i w0 = load256(expanded), w1 = load256(expanded + 32);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
@@ -277,15 +280,19 @@ void gemm_thin(const GemmArgs& g, int64_t row, int rows, int64_t panel, int64_t 
 template <int NV>
 void wide_panels(const GemmArgs& g, int64_t row, int64_t rows, int64_t panel, int64_t from, int64_t to,
                  const char* expanded, float* sums, int64_t ld) {
-  const int64_t blocks = (rows + kRows - 1) / kRows;
+  const int64_t blocks = (rows + kRows - 1) / kRows, groups = g.codes->groups;
+  const bool more = to < groups || panel + NV < g.w->panels;
+  const char* next = to < groups ? panel_group(*g.w, panel, to) : panel_group(*g.w, panel + NV, 0);
+  const int64_t share = more ? kDepthGroups * kGroupBytes / blocks : 0;
   for (int64_t i = 0; i < blocks; ++i) {
     const int64_t first = rows * i / blocks, last = rows * (i + 1) / blocks;
+    const Prefetch ahead{next + i * share, share / ((to - from) * 32)};
     with_rows<kRows>(int(last - first), [&]<int R>() __attribute__((noinline)) {
       V acc[R][NV];
       float* c = sums + first * ld;
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < NV; ++v) acc[r][v] = from ? load(c + r * ld + v * kPanel) : zero();
-      multiply_groups<R, NV>(places<R, NV>(g, row + first, panel), from, to, expanded, acc);
+      multiply_groups<R, NV>(places<R, NV>(g, row + first, panel), from, to, expanded, ahead, acc);
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < NV; ++v) store(c + r * ld + v * kPanel, acc[r][v]);
     });
