@@ -9,30 +9,53 @@ namespace {
 
 constexpr int64_t kChunkBytes = 65536;  // weights of a chunk at few rows
 
-struct Build {
-  const Kernels* kernels;
-  bool runs;
-};
+bool runs_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
 
-std::vector<Build> builds() {
-  std::vector<Build> all;
 #ifdef PAGEBUS_HAVE_AVX512
-  all.push_back({kernels_avx512(), __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                                       __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")});
+bool runs_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && runs_avx2();
+}
 #endif
-  all.push_back({kernels_avx2(),
-                 __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")});
+
+// Tables of the builds that this CPU can run, each with all that the one before it has.
+std::vector<Kernels> find_builds() {
+  std::vector<Kernels> builds;
+  if (runs_avx2()) builds.push_back(*kernels_avx2());
+#ifdef PAGEBUS_HAVE_AVX512
+  if (!runs_avx512()) return builds;
+  builds.push_back(*kernels_avx512());
+  [[maybe_unused]] const auto exchange = [&](void (*kernels)(Kernels&)) {
+    Kernels table = builds.back();
+    kernels(table);
+    builds.push_back(table);
+  };
+#ifdef PAGEBUS_HAVE_AVX512_VNNI
+  if (__builtin_cpu_supports("avx512vnni")) exchange(exchange_avx512_vnni);
+#endif
+#endif
+  return builds;
+}
+
+// Best first.
+const std::vector<Kernels>& builds() {
+  static const std::vector<Kernels> all = [] {
+    std::vector<Kernels> found = find_builds();
+    std::reverse(found.begin(), found.end());
+    return found;
+  }();
   return all;
 }
 
 const Kernels* choose(const std::string& isa) {
   std::string known;
-  for (const Build& build : builds()) {
-    if (build.runs && (isa.empty() || isa == build.kernels->name)) return build.kernels;
-    if (build.runs) known += (known.empty() ? "" : ", ") + std::string(build.kernels->name);
+  for (const Kernels& kernels : builds()) {
+    if (isa.empty() || isa == kernels.name) return &kernels;
+    known += (known.empty() ? "" : ", ") + std::string(kernels.name);
   }
-  if (isa.empty())
+  if (known.empty())
     throw std::invalid_argument("this CPU has none of the instruction sets AVX2 with FMA and F16C, or AVX-512");
   throw std::invalid_argument("instruction set '" + isa + "' cannot run here; these can: " + known);
 }
@@ -56,8 +79,7 @@ void run_rows(Pool& pool, int64_t rows, const F& f) {
 
 std::vector<std::string> runnable_isas() {
   std::vector<std::string> names;
-  for (const Build& build : builds())
-    if (build.runs) names.push_back(build.kernels->name);
+  for (const Kernels& kernels : builds()) names.push_back(kernels.name);
   return names;
 }
 

@@ -202,5 +202,6 @@ constexpr int kProbeFlops = 2 * 16 * 6;
 
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();
+void exchange_avx512_vnni(Kernels& table);  // puts its kernels in the places of AVX-512's
 
 }  // namespace pagebus
