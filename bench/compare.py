@@ -29,6 +29,7 @@ from bench.workloads import SHAPES, workload
 from shared.errors import StartupError
 
 ENGINES = (OURS, "transformers", "vllm", "llama.cpp")
+DTYPES = ("bfloat16", "float32", "float16")
 CHANGES = ("requests", "concurrency", "input_tokens", "output_tokens")
 NEED_ALL = {"W2", "W3", "W4"}  # after these the KV cache has been written whole
 
@@ -133,19 +134,20 @@ def with_floor(results: dict[str, Any], token_bytes: int, bandwidth: float) -> N
 
 
 def jobs(args: argparse.Namespace, setup: Setup, plan: Plan) -> dict[str, Callable[[], dict[str, Any]]]:
-    """What to run, by the name of the engine; making the engine may raise Unavailable."""
+    """What to run, by the name of its column; the job of an engine that is not there raises Unavailable."""
     flags = args.pagebus_flags.split()
-    found: dict[str, Callable[[], dict[str, Any]]] = {
-        OURS: lambda: measure_server(peers.pagebus(setup, flags), plan),
-        "transformers": lambda: measure_transformers(setup, plan, args.transformers_dtype),
-        "vllm": lambda: measure_server(peers.vllm(setup, args.vllm_command, args.vllm_dtype), plan),
-        "llama.cpp": lambda: measure_server(peers.llama_cpp(setup, args.llama_server), plan),
-    }
-    chosen = {name: found[name] for name in ENGINES if name in args.engines}
+    found: dict[str, Callable[[], dict[str, Any]]] = {OURS: lambda: measure_server(peers.pagebus(setup, flags), plan)}
     for kind in args.quantizations:
         variant = peers.pagebus(setup, [*flags, "--quantization", kind], f"{OURS} {kind}")
-        chosen[variant.name] = lambda engine=variant: measure_server(engine, plan)
-    return chosen
+        found[variant.name] = lambda engine=variant: measure_server(engine, plan)
+    for i, dtype in enumerate(args.transformers_dtypes):
+        name = f"transformers {dtype}" if i else "transformers"
+        found[name] = lambda dtype=dtype: measure_transformers(setup, plan, dtype)
+    for i, dtype in enumerate(args.vllm_dtypes):
+        name = f"vllm {dtype}" if i else "vllm"
+        found[name] = lambda dtype=dtype: measure_server(peers.vllm(setup, args.vllm_command, dtype), plan)
+    found["llama.cpp"] = lambda: measure_server(peers.llama_cpp(setup, args.llama_server), plan)
+    return {name: job for name, job in found.items() if name.split(" ")[0] in args.engines}
 
 
 def run(args: argparse.Namespace, setup: Setup, plan: Plan) -> dict[str, Any]:
@@ -192,8 +194,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pagebus-flags", default="", help="for pagebus serve, in one word")
     parser.add_argument("--vllm-command", default="vllm serve", help="{model} stands for the folder")
     parser.add_argument("--llama-server", default="llama-server", help="the program")
-    parser.add_argument("--vllm-dtype", default="bfloat16", choices=["bfloat16", "float32", "float16"])
-    parser.add_argument("--transformers-dtype", default="bfloat16", choices=["bfloat16", "float32", "float16"])
+    for name in ("vllm", "transformers"):
+        about = "of its weights, each a column of its own; float32 is the faster where bfloat16 has no instructions"
+        parser.add_argument(f"--{name}-dtypes", nargs="+", default=["bfloat16"], choices=DTYPES, help=about)
     parser.add_argument("--threads", type=int, default=peers.cores(), help="default: all cores")
     parser.add_argument("--max-model-len", type=int, default=peers.MAX_MODEL_LEN)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a workload is cut off")

@@ -7,6 +7,7 @@ told; llama.cpp divides its cache evenly among slots, so it gets as much for eac
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -128,8 +129,8 @@ def llama_cpp(setup: Setup, server: str = "llama-server") -> Engine:
     flags = f"-m {setup.gguf.path} -a model -c {context} -np {SLOTS} -cb -t {setup.threads} -tb {setup.threads}"
     words = [program, *flags.split(" "), *"--no-webui --host 127.0.0.1 --port {port}".split(" ")]
     found = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60)
-    lines = [line for line in (found.stdout + found.stderr).splitlines() if line.startswith("version: ")]
-    version = lines[0].removeprefix("version: ").split(" ")[0] if lines else ""
+    about = re.search(r"^version: (\S+)(?: \(build (\d+))?", found.stdout + found.stderr, re.M)
+    version = " build ".join(filter(None, about.groups())) if about else ""
     return Engine("llama.cpp", words, setup.gguf.weight_bytes, room, setup.gguf.dtype, version)
 
 

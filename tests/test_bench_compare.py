@@ -121,7 +121,7 @@ def setup(tmp_path: Path, gguf: bool = True) -> Setup:
     return Setup(model, Model(tmp_path / "m.gguf", "m", "bfloat16", 512, 1000, 1000, 10) if gguf else None, 2)
 
 
-def program(path: Path, text: str = "#!/bin/sh\necho 'version: 7 (abc)'\n") -> str:
+def program(path: Path, text: str = "#!/bin/sh\necho 'version: 0.6 (build 7, commit abc)'\n") -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(path.stat().st_mode | stat.S_IEXEC)
@@ -139,7 +139,7 @@ def test_peers_get_the_same_weights_threads_and_context(tmp_path: Path) -> None:
     assert "--dtype float32 --max-model-len 4096 --kv-cache-memory-bytes 491520" in " ".join(vllm.command)
     assert (vllm.weight_bytes, vllm.kv_bytes, vllm.dtype) == (2000, 491520, "float32")
     assert f"-m {tmp_path / 'm.gguf'} -a model -c 131072 -np 32 -cb -t 2 -tb 2" in " ".join(llama.command)
-    assert (llama.version, llama.kv_bytes) == ("7", 1310720)
+    assert (llama.version, llama.kv_bytes) == ("0.6 build 7", 1310720)
     for engine in (ours, vllm, llama):
         assert "{port}" in engine.command
         assert str(tmp_path) not in engine.settings, "results name no path of this machine"
