@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import select
 import struct
 import time
 import uuid
@@ -51,7 +52,7 @@ def new_identity() -> bytes:
 
 
 def readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a receive would find something now."""
+    """Whether a receive would find something now. To ask costs less than to be refused."""
     return bool(zmq.zmq_poll([(socket, _POLLIN)], 0))
 
 
@@ -120,12 +121,19 @@ class _Socket:
         self.socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
         self.socket.heartbeat_timeout = int(DEAD_SECONDS * 1000)
         self.monitor = self.socket.get_monitor_socket(_MONITORED)
+        self._settled = False  # nothing was left to be received, and nothing has been sent since
+        self._received = False  # `recv` has been called
         self._complained: set[bytes] = set()
 
-    @property
-    def pollables(self) -> list[zmq.Socket[bytes]]:
-        """What to register for POLLIN in a zmq poller."""
-        return [self.socket, self.monitor]
+    def descriptors(self) -> list[int]:
+        """What to watch for reading. They tell of what is new alone: ask `pending` before going to sleep."""
+        return [int(self.socket.get(zmq.FD)), int(self.monitor.get(zmq.FD))]
+
+    def pending(self) -> bool:
+        """Whether messages are there that the descriptors may not tell of: sending can swallow their signal."""
+        if not self._settled:
+            self._settled = self._received and not readable(self.socket)
+        return not self._settled
 
     def close(self) -> None:
         """Closes the socket; what was not sent yet is lost."""
@@ -142,10 +150,11 @@ class _Socket:
             self.socket.close(linger=int(seconds * 1000))
 
     def _messages(self) -> Iterable[list[zmq.Frame]]:
-        """The frames of each message that has come. To ask costs less than to be refused."""
+        """The frames of each message that has come."""
         socket = self.socket
+        self._settled, self._received = False, True
         for _ in range(DRAIN_LIMIT):
-            if not readable(socket):
+            if not self.pending():
                 return
             frames = [socket.recv(_NOBLOCK, copy=False)]
             while frames[-1].more:
@@ -220,6 +229,7 @@ class RouterLink(_Socket):
 
     def send(self, peer: bytes, message: Message) -> bool:
         """Queues a message; False when the peer is not connected or its queue is full."""
+        self._settled = False
         try:
             self.socket.send(peer, _MORE)
             self.socket.send(encode(message), _NOBLOCK)
@@ -265,6 +275,7 @@ class DealerLink(_Socket):
         """Queues a message; False when `recv` has not told of a connection, or when the queue is full."""
         if not self.connected:
             return False
+        self._settled = False
         try:
             self.socket.send(encode(message), _NOBLOCK)
         except zmq.Again:
@@ -281,22 +292,19 @@ class Waiter:
     """Sleeps until a link, or another file descriptor, has something to read."""
 
     def __init__(self, *links: _Socket, fds: Iterable[int] = ()) -> None:
-        self._poller = zmq.Poller()
-        self._owners: dict[object, _Socket | int] = {}
-        for link in links:
-            for pollable in link.pollables:
-                self._register(pollable, link)
-        for fd in fds:
-            self._register(fd, fd)
-
-    def _register(self, pollable: zmq.Socket[bytes] | int, owner: _Socket | int) -> None:
-        self._poller.register(pollable, zmq.POLLIN)
-        self._owners[pollable] = owner
+        self._links = links
+        self._owners: dict[int, _Socket | int] = {fd: link for link in links for fd in link.descriptors()}
+        self._owners.update((fd, fd) for fd in fds)
+        self._epoll = select.epoll()
+        for fd in self._owners:
+            self._epoll.register(fd, select.EPOLLIN)
 
     def wait(self, seconds: float) -> set[_Socket | int]:
         """The links and descriptors with something to read, empty after `seconds` (to the next millisecond)."""
-        found = self._poller.poll(int(seconds * 1000) + 1 if seconds > 0 else 0)
-        return {self._owners[pollable] for pollable, _ in found}
+        ready: set[_Socket | int] = {link for link in self._links if link.pending()}
+        for fd, _ in self._epoll.poll(0 if ready else max(seconds, 0)):
+            ready.add(self._owners[fd])
+        return ready
 
     def until(self, deadline: float) -> set[_Socket | int]:
         """Like `wait`, up to a time of `time.monotonic`."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import zmq
-
-from shared.bus import DRAIN_LIMIT, DealerLink, Link, readable
+from shared.bus import DRAIN_LIMIT, DealerLink, Link
 from shared.messages import Message
 
 Handler = Callable[[list[Message | Link]], None]
@@ -25,7 +23,7 @@ class AsyncDealer:
         self._handler = handler
         self._loop = asyncio.get_running_loop()
         self._scheduled = False
-        self._fds = [int(pollable.getsockopt(zmq.FD)) for pollable in self._link.pollables]
+        self._fds = self._link.descriptors()
         for fd in self._fds:
             self._loop.add_reader(fd, self._drain)
         self._again()
@@ -43,7 +41,7 @@ class AsyncDealer:
     def send(self, message: Message) -> bool:
         """Queues a message; False when not connected or when the queue is full."""
         sent = self._link.send(message)
-        if readable(self._link.socket):
+        if self._link.pending():
             self._again()
         return sent
 

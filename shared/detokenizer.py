@@ -1,8 +1,8 @@
 """From accepted output ids to text in the hands of the consumer, for all running sequences at once.
 
-Sequences with new ids are decoded together, one message per wake-up. A sequence has one decode out at a time; ids that
-come meanwhile go with the next. Stop strings are judged on the decoded text, and end a sequence at the token that
-completed them, however its ids were batched.
+Ids are decoded here where the vocabulary allows it, else by a tokenizer: sequences with new ids together, one message
+per wake-up. A sequence has one decode out at a time; ids that come meanwhile go with the next. Stop strings are judged
+on the decoded text, and end a sequence at the token that completed them, however its ids were batched.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import cast
 from shared.errors import RequestError
 from shared.generation import Generation
 from shared.journal import Entry
+from shared.local_decoder import LocalDecoder
 from shared.messages import Decode, Decoded, DecodedItem, DecodeItem
 from shared.stops import StopMatcher
 from shared.tokenizer_pool import Answer, TokenizerPool
@@ -71,11 +72,13 @@ class Detokenizer:
     def __init__(
         self,
         pool: TokenizerPool,
+        local: LocalDecoder,
         on_stop: Callable[[Stream], None],
         on_end: Callable[[Stream], None],
         on_fail: Callable[[Stream, RequestError], None],
     ) -> None:
         self._pool = pool
+        self._local = local
         self._on_stop = on_stop
         self._on_end = on_end
         self._on_fail = on_fail
@@ -88,7 +91,11 @@ class Detokenizer:
             self._ready.append(stream)
 
     def flush(self) -> None:
-        """Sends what is to be decoded. Call once per wake-up, after all messages have been read."""
+        """Decodes what is there. Call once per wake-up, after all messages have been read."""
+        while self._ready:
+            self._flush()
+
+    def _flush(self) -> None:
         ready, self._ready = self._ready, []
         batch: list[Stream] = []
         items: list[DecodeItem] = []
@@ -101,12 +108,27 @@ class Detokenizer:
                 items.append(item)
             else:
                 self._idle(stream)
-        size = max(SPLIT, -(-len(batch) // max(1, self._pool.connected)))
+        if self._local.decoder is not None:
+            size = len(batch)
+        else:
+            size = max(SPLIT, -(-len(batch) // max(1, self._pool.connected)))
         for start in range(0, len(batch), size):
             self._call(batch[start : start + size], items[start : start + size])
 
     def _call(self, batch: list[Stream], items: list[DecodeItem]) -> None:
-        self._pool.call(Decode(0, items), lambda answer: self._decoded(batch, items, answer))
+        self._ask(items, lambda answer: self._decoded(batch, items, answer))
+
+    def _ask(self, items: list[DecodeItem], on_answer: Callable[[Answer], None]) -> None:
+        """Calls back with Decoded or a RequestError: at once if that can be had here."""
+        if self._local.decoder is None:
+            self._pool.call(Decode(0, items), on_answer)
+            return
+        decode = self._local.decoder.decode
+        try:
+            answer: Answer = Decoded(0, [decode(item) for item in items])
+        except ValueError as error:
+            answer = RequestError(f"{error}.", param="tokens")
+        on_answer(answer)
 
     def _idle(self, stream: Stream) -> None:
         """Nothing to decode: the stream waits for ids, or has ended on a token without text."""
@@ -182,7 +204,7 @@ class Detokenizer:
 
         skip = sent.skip_special_tokens
         beginnings = [DecodeItem(sent.state, ids[:k], skip) for k in range(1, len(ids))]
-        self._pool.call(Decode(0, beginnings), located)
+        self._ask(beginnings, located)
 
     def _end(self, stream: Stream, text: str, count: int, reason: str, stop_reason: str | int | None) -> None:
         """The sequence has ended after `count` output ids."""

@@ -19,6 +19,7 @@ from shared.engine_state import EngineState
 from shared.errors import RequestError
 from shared.generation import Generation, Sample, SampleDelta
 from shared.journal import Journal, Verdict
+from shared.local_decoder import LocalDecoder
 from shared.messages import (
     Decode,
     Decoded,
@@ -69,7 +70,8 @@ class EngineClient:
         self._ready = asyncio.Event()
         self._journal = Journal()
         self._pool = TokenizerPool(identity, self._on_tokenizers)
-        self._detokenizer = Detokenizer(self._pool, self._on_stop, self._forget, self._fail)
+        self._local = LocalDecoder(self._pool)
+        self._detokenizer = Detokenizer(self._pool, self._local, self._on_stop, self._forget, self._fail)
         self._link: SchedulerLink | None = None
         self._streams: dict[int, Stream] = {}
         self._outbox = Outbox(self._journal, self._send)
@@ -184,6 +186,7 @@ class EngineClient:
     def _on_joined(self, welcome: Welcome) -> None:
         """Whatever was sent before is lost, in either direction: submit all that is not finished, oldest first."""
         self.state.engine, self.state.model, self.state.epoch = welcome.engine, welcome.model, welcome.epoch
+        self._local.serve(welcome.model.path)
         self._outbox.restart()
         self._refresh()
 
@@ -240,6 +243,7 @@ class EngineClient:
 
     def _on_tick(self, now: float) -> None:
         self._pool.tick(now)
+        self._local.ask()
         self._outbox.tick()
         self._detokenizer.flush()
         self._refresh()

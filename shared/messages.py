@@ -4,7 +4,7 @@ All messages are msgpack arrays with a tag, decoded straight into these structs.
 default, so that neighbours of two versions understand each other. Token ids of prompts travel as packed little-endian
 int32 (`pack_ids`), a step's few new ids as plain ints.
 
-    api ──Encode, Decode──▶ tokenizer ──Encoded, Decoded, CallFailed──▶ api
+    api ──Encode, Decode, GetVocabulary──▶ tokenizer ──Encoded, Decoded, Vocabulary, CallFailed──▶ api
     api ──Submit, Abort──▶ scheduler ──Deltas, Rejected, Directory, Stats──▶ api
     scheduler ──Assign, Plan, Reset──▶ worker ──Ready, Result, Failed──▶ scheduler
     everyone ──Hello, Heartbeat, Goodbye──▶ scheduler ──Welcome, Heartbeat, Unknown──▶ everyone
@@ -155,6 +155,22 @@ class Decoded(Message):
 
     call: int
     items: list[DecodedItem]
+
+
+class GetVocabulary(Message):
+    """Asks for what it takes to decode without asking; fails where that model is not loaded."""
+
+    call: int
+    model: str  # ModelInfo.path
+
+
+class Vocabulary(Message):
+    """Answer to `GetVocabulary`: the arguments of a `ByteDecoder`; no pieces where only a tokenizer can decode."""
+
+    call: int
+    pieces: list[bytes]
+    special: list[int] = []
+    strip: bool = False
 
 
 class CallFailed(Message):
@@ -362,6 +378,8 @@ AnyMessage = (
     | Encoded
     | Decode
     | Decoded
+    | GetVocabulary
+    | Vocabulary
     | CallFailed
     | Submit
     | Abort

@@ -14,7 +14,18 @@ from collections.abc import Callable
 from shared.bus import Link
 from shared.bus_async import AsyncDealer
 from shared.errors import RequestError
-from shared.messages import CallFailed, Decode, Decoded, EncodeChat, Encoded, EncodeText, Message, Peer
+from shared.messages import (
+    CallFailed,
+    Decode,
+    Decoded,
+    EncodeChat,
+    Encoded,
+    EncodeText,
+    GetVocabulary,
+    Message,
+    Peer,
+    Vocabulary,
+)
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +33,8 @@ CREDITS = 32  # Encode calls out on one link at most, so that the others stay mo
 PATIENCE_SECONDS = 10.0  # a call unanswered for this long is made again elsewhere
 MAX_LOSSES = 5  # tokenizers that may die over one call before it is taken for the cause
 
-CallMessage = EncodeText | EncodeChat | Decode
-Answer = Encoded | Decoded | RequestError
+CallMessage = EncodeText | EncodeChat | Decode | GetVocabulary
+Answer = Encoded | Decoded | Vocabulary | RequestError
 
 
 class Call:
@@ -118,7 +129,7 @@ class TokenizerPool:
     def receive(self, link: TokenizerLink, events: list[Message | Link]) -> None:
         """A link's messages and changes, as they come."""
         for event in events:
-            if isinstance(event, Encoded | Decoded | CallFailed):
+            if isinstance(event, Encoded | Decoded | Vocabulary | CallFailed):
                 link.suspect = False
                 self._answer(event)
             elif event is Link.DOWN:
@@ -152,7 +163,7 @@ class TokenizerPool:
         self._urgent.clear()
         self._waiting.clear()
 
-    def _answer(self, message: Encoded | Decoded | CallFailed) -> None:
+    def _answer(self, message: Encoded | Decoded | Vocabulary | CallFailed) -> None:
         call = self._calls.get(message.call)
         if call is None:
             return  # cancelled, or answered twice after it had been moved

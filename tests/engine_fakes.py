@@ -33,6 +33,7 @@ from shared.messages import (
     EncodeChat,
     Encoded,
     EncodeText,
+    GetVocabulary,
     Goodbye,
     Heartbeat,
     Hello,
@@ -43,6 +44,7 @@ from shared.messages import (
     Stats,
     Submit,
     Unknown,
+    Vocabulary,
     Welcome,
     pack_ids,
     unpack_ids,
@@ -137,10 +139,11 @@ def reachable(address: str) -> bool:
 
 
 class FakeTokenizer(FakePeer):
-    """Answers at once, unless `holding`."""
+    """Answers at once, unless `holding`; tells its vocabulary only if `open`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, open: bool = False) -> None:
         self.holding = False
+        self.open = open
         self.held: list[tuple[bytes, Message]] = []
         super().__init__(address)
 
@@ -165,6 +168,9 @@ class FakeTokenizer(FakePeer):
             return Encoded(message.call, [pack_ids(list(text.encode())) for text in message.texts], strings)
         if isinstance(message, EncodeChat):
             return Encoded(message.call, [pack_ids(list(message.messages))])
+        if isinstance(message, GetVocabulary):
+            pieces = [bytes([i]) for i in range(256)] + [b""] * 43
+            return Vocabulary(message.call, pieces if self.open else [])
         assert isinstance(message, Decode)
         if any(299 in item.ids for item in message.items):
             return CallFailed(message.call, "299 is not a token")

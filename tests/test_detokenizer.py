@@ -11,6 +11,7 @@ from shared.detokenizer import SPLIT, Detokenizer, Stream
 from shared.errors import RequestError
 from shared.generation import Generation
 from shared.journal import Journal
+from shared.local_decoder import LocalDecoder
 from shared.messages import Decode, Decoded, Delta
 from shared.sampling import SamplingParams
 from shared.tokenizer_pool import Answer
@@ -39,6 +40,7 @@ class Rig:
         self.failed: list[tuple[Stream, RequestError]] = []
         self.detokenizer = Detokenizer(
             self.pool,  # type: ignore[arg-type]
+            LocalDecoder(self.pool),  # type: ignore[arg-type]
             self.stopped.append,
             self.ended.append,
             lambda stream, error: self.failed.append((stream, error)),

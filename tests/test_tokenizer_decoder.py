@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from services.tokenizer.decoder import ByteDecoder, Decoder, UnknownIdError, WindowDecoder, decoder_of
+from services.tokenizer.decoder import Decoder, WindowDecoder, decoder_of
 from services.tokenizer.loading import load
+from shared.byte_decoder import ByteDecoder, UnknownIdError
 from shared.messages import MID_TEXT, DecodeItem
 from tests.model_factory import smollm2, tiny_tokenizer
 

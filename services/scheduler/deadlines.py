@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 STEPS_KEPT = 8  # whose shortest is what the step under way is expected to take at least
-LEAST_HOLD = 0.004  # a shorter wait is not worth a wake-up
+LEAST_HOLD = 0.015  # a shorter wait is not worth a wake-up of a process whose caches have gone cold
 
 
 class Clock:

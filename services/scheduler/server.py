@@ -119,7 +119,8 @@ class Server:
             if plan is not None:
                 clock.sent(now)
                 self._tell_ranks(group, plan)
-                self._plan_at = now  # perhaps another, once what is right behind has been received
+                if clock.in_flight < MAX_IN_FLIGHT:
+                    self._plan_at = now  # perhaps another, once what is right behind has been received
 
     def _send_deltas(self) -> None:
         """One message for each api process. One that cannot be reached will submit anew whatever it still wants."""

@@ -8,10 +8,21 @@ import msgspec
 
 from services.tokenizer.chat import ChatRenderer
 from services.tokenizer.codec import Codec
-from services.tokenizer.decoder import UnknownIdError
+from shared.byte_decoder import ByteDecoder, UnknownIdError
 from shared.chat import ChatOptions
 from shared.errors import RequestError
-from shared.messages import CallFailed, Decode, Decoded, EncodeChat, Encoded, EncodeText, Message, pack_ids
+from shared.messages import (
+    CallFailed,
+    Decode,
+    Decoded,
+    EncodeChat,
+    Encoded,
+    EncodeText,
+    GetVocabulary,
+    Message,
+    Vocabulary,
+    pack_ids,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +49,13 @@ class Calls:
             return CallFailed(call.call, f"{error}.", "tokens")
         except ValueError as error:
             return CallFailed(call.call, f"{error}.")
+
+    def vocabulary(self, call: GetVocabulary) -> Vocabulary:
+        """The bytes of all tokens, for a caller that decodes by itself; none where that is not all there is to it."""
+        decoder = self._decoder
+        if isinstance(decoder, ByteDecoder):
+            return Vocabulary(call.call, decoder.pieces, decoder.special, decoder.strip)
+        return Vocabulary(call.call, [])
 
     def encode(self, call: EncodeCall) -> Message:
         """Encoded, or CallFailed where the input is at fault."""

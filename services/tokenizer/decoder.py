@@ -1,21 +1,17 @@
 """Ids to text, a few at a time, without state of its own: what is held back travels with the caller.
 
-A state is b"" at the start of a text, and after that:
-
-    ByteDecoder     b"\\0", or the 1 to 3 bytes that may still become a character (they never begin with 0)
-    WindowDecoder   b"\\1", the number of context ids as one byte, context ids and held ids packed as int32
-
-`MID_TEXT` has nothing held and no context.
+Where every token is some bytes it is the `ByteDecoder` of shared/byte_decoder.py, which api processes run too. The state of a `WindowDecoder` is b"" or `MID_TEXT`, with nothing held and no context, or b"\\1", the number of context
+ids as one byte, context ids and held ids packed as int32.
 """
 
 from __future__ import annotations
 
 import json
 from array import array
-from codecs import utf_8_decode
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from shared.byte_decoder import ByteDecoder, UnknownIdError, unknown_id
 from shared.messages import MID_TEXT, DecodedItem, DecodeItem, pack_ids, unpack_ids
 
 REPLACEMENT = "\ufffd"
@@ -24,53 +20,12 @@ MAX_CONTEXT_IDS = 64
 HELD_IDS = 16  # ids a window holds back at most
 
 
-class UnknownIdError(ValueError):
-    """An id that is not in the vocabulary."""
-
-
 class Decoder(Protocol):
     """Decodes one item. Raises UnknownIdError, and ValueError for a state that is none of its own."""
 
     def decode(self, item: DecodeItem) -> DecodedItem:
         """The new text and the new state."""
         ...
-
-
-class ByteDecoder:
-    """For vocabularies whose every token is some bytes: their concatenation is the text, in UTF-8.
-
-    Bytes that can no longer become a character are replaced at once, each maximal subpart by one U+FFFD (Unicode 15,
-    section 3.9; as Python's and Rust's decoders do).
-    """
-
-    def __init__(self, pieces: Sequence[bytes], special: Iterable[int] = (), *, strip: bool = False) -> None:
-        """`pieces[id]`: the token's bytes; `special`: ids to skip on demand; `strip`: drop a text's leading space."""
-        self._all = list(pieces)
-        self._plain = list(pieces)
-        for i in special:
-            self._plain[i] = b""
-        self._strip = strip
-
-    def decode(self, item: DecodeItem) -> DecodedItem:
-        pieces = self._plain if item.skip_special_tokens else self._all
-        ids, state = item.ids, item.state
-        try:
-            data = pieces[ids[0]] if len(ids) == 1 else b"".join([pieces[i] for i in ids])
-        except IndexError:
-            data = None
-        if data is None or (ids and min(ids) < 0):
-            raise UnknownIdError(_unknown(ids, len(pieces)))
-        if state == b"":
-            if not data:
-                return DecodedItem("", b"")
-            if self._strip and data[0] == 0x20:
-                data = data[1:]
-        elif state != MID_TEXT:
-            if len(state) > 3:
-                raise ValueError("this decode state is of another tokenizer")
-            data = state + data
-        text, used = utf_8_decode(data, "replace", item.final)
-        return DecodedItem(text, MID_TEXT if used == len(data) else data[used:])
 
 
 class WindowDecoder:
@@ -87,7 +42,7 @@ class WindowDecoder:
 
     def decode(self, item: DecodeItem) -> DecodedItem:
         if item.ids and not 0 <= min(item.ids) <= max(item.ids) < self._vocab_size:
-            raise UnknownIdError(_unknown(item.ids, self._vocab_size))
+            raise UnknownIdError(unknown_id(item.ids, self._vocab_size))
         context, held = _unpack_window(item.state)
         held = held + [i for i in item.ids if not (item.skip_special_tokens and i in self._special)]
         if not held:
@@ -120,11 +75,6 @@ def _unpack_window(state: bytes) -> tuple[list[int], list[int]]:
 
 def _pack_window(context: list[int], held: list[int]) -> bytes:
     return b"\1" + pack_ids(array("i", [len(context), *context, *held]))
-
-
-def _unknown(ids: Iterable[int], vocab_size: int) -> str:
-    wrong = next(i for i in ids if not 0 <= i < vocab_size)
-    return f"token id {wrong} is not in the vocabulary of {vocab_size}"
 
 
 def decoder_of(tokenizer: Any, vocab_size: int = 0) -> Decoder:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from services.tokenizer.calls import Calls, EncodeCall
 from services.tokenizer.loading import load
@@ -24,7 +25,18 @@ from shared.garbage import settle
 from shared.hub import resolve
 from shared.liveness import Membership
 from shared.log import fail
-from shared.messages import Decode, EncodeChat, EncodeText, Goodbye, Hello, Message, Unknown, Welcome
+from shared.messages import (
+    CallFailed,
+    Decode,
+    EncodeChat,
+    EncodeText,
+    GetVocabulary,
+    Goodbye,
+    Hello,
+    Message,
+    Unknown,
+    Welcome,
+)
 from shared.phases import Phases
 from shared.wake import Wake
 
@@ -34,7 +46,14 @@ ENCODE_SECONDS = 0.002  # spent on short Encodes before looking for Decodes agai
 LONG_THREADS = 2
 FAREWELL_SECONDS = 1.0  # for the last messages to leave
 
-Model = tuple[str, str, str, int]  # what decides which tokenizer is loaded
+
+class Model(NamedTuple):
+    """What decides which tokenizer is loaded."""
+
+    name: str
+    revision: str
+    path: str
+    vocab_size: int
 
 
 class TokenizerServer:
@@ -99,15 +118,22 @@ class TokenizerServer:
             self._router.send(peer, self._calls.encode(encode))
 
     def _take(self, peer: bytes, call: Message | Link) -> None:
-        if self._calls is None:
+        if isinstance(call, GetVocabulary):
+            self._router.send(peer, self._vocabulary(call))
+        elif self._calls is None:
             return  # nobody has been told this address yet
-        if isinstance(call, Decode):
+        elif isinstance(call, Decode):
             self._router.send(peer, self._calls.decode(call))
         elif isinstance(call, EncodeText | EncodeChat):
             if self._calls.is_long(call):
                 self._threads.submit(self._encode_long, self._calls, peer, call)
             else:
                 self._short.append((peer, call))
+
+    def _vocabulary(self, call: GetVocabulary) -> Message:
+        if self._calls is None or self._model is None or call.model != self._model.path:
+            return CallFailed(call.call, "This tokenizer has not loaded that model.", "model")
+        return self._calls.vocabulary(call)
 
     def _encode_long(self, calls: Calls, peer: bytes, call: EncodeCall) -> None:
         self._answers.append((peer, calls.encode(call)))
@@ -130,7 +156,7 @@ class TokenizerServer:
 
     def _start_loading(self, welcome: Welcome) -> None:
         engine, info = welcome.engine, welcome.model
-        model = (engine.model, engine.revision, info.path, info.vocab_size)
+        model = Model(engine.model, engine.revision, info.path, info.vocab_size)
         if model == self._model:
             return
         if self._calls is not None:
