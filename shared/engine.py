@@ -40,6 +40,7 @@ from shared.outbox import Outbox
 from shared.sampling import SamplingParams
 from shared.scheduler_link import SchedulerLink
 from shared.tokenizer_pool import Answer, CallMessage, TokenizerPool
+from shared.turn import Turn
 
 __all__ = ["Encoding", "EngineClient", "EngineState", "Generation", "Sample", "SampleDelta"]
 
@@ -74,7 +75,8 @@ class EngineClient:
         self._detokenizer = Detokenizer(self._pool, self._local, self._on_stop, self._forget, self._fail)
         self._link: SchedulerLink | None = None
         self._streams: dict[int, Stream] = {}
-        self._outbox = Outbox(self._journal, self._send)
+        self._turn = Turn()
+        self._outbox = Outbox(self._journal, self._send, self._turn)
 
     async def start(self) -> None:
         """Starts connecting in the background; does not wait for the engine."""
@@ -134,7 +136,7 @@ class EngineClient:
             prompt, params, now=time.monotonic(), engine_seed=engine.seed, cache_salt=cache_salt
         )
         streams: list[Stream] = []
-        generation = Generation(params.n, lambda: self._abandon(streams))
+        generation = Generation(params.n, lambda: self._abandon(streams), self._turn)
         for index, entry in enumerate(entries):
             stream = Stream(entry, generation, index, stops, streams)
             streams.append(stream)

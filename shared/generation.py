@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from shared.errors import RequestError
+from shared.turn import Turn
 
 
 class SampleDelta(msgspec.Struct, gc=False):
@@ -64,11 +65,17 @@ class Generation:
 
     A slow consumer finds everything that came meanwhile merged into one delta per sample. Raises RequestError when the
     engine refuses or fails the request; the deltas before it are delivered first. Leaving early: call `abort`.
+
+    A consumer that can do without a coroutine per stream listens instead: it is called at the end of each turn of the
+    event loop that brought something, and takes what there is.
     """
 
-    def __init__(self, n: int, on_abort: Callable[[], None]) -> None:
+    def __init__(self, n: int, on_abort: Callable[[], None], turn: Turn) -> None:
         self.samples = [Sample(index) for index in range(n)]
         self._on_abort = on_abort
+        self._turn = turn
+        self._listener: Callable[[], None] | None = None
+        self._told = False  # the listener will be called at the end of this turn
         self._fresh: dict[int, None] = {}  # indexes of samples with something to report, in order
         self._live = n
         self.error: RequestError | None = None  # why the request has failed
@@ -91,10 +98,20 @@ class Generation:
             if self._live == 0:
                 raise StopAsyncIteration
             await self._news()
+        return self.take()
+
+    def take(self) -> list[SampleDelta]:
+        """What there is now: one delta per sample that has any."""
         samples = self.samples
         deltas = [samples[index].take() for index in self._fresh]
         self._fresh.clear()
         return deltas
+
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """From now on `listener` is called, also for what has come already; None: no more."""
+        self._listener = listener
+        if self._fresh or not self._live:
+            self._tell()
 
     async def result(self) -> list[Sample]:
         """All samples once they have ended, without a wake-up per step. Raises RequestError."""
@@ -118,8 +135,8 @@ class Generation:
         """Engine side: a sample's new text and ids."""
         self.samples[index].grow(text, ids)
         self._fresh[index] = None
-        if self._waiter is not None and not self._wants_end:
-            self._wake()
+        if not self._wants_end:
+            self._tell()
 
     def finish(self, index: int, reason: str, stop_reason: str | int | None) -> None:
         """Engine side: a sample has ended."""
@@ -128,7 +145,7 @@ class Generation:
         self._fresh[index] = None
         self._live -= 1
         if self._live == 0 or not self._wants_end:
-            self._wake()
+            self._tell()
 
     def fail(self, error: RequestError) -> None:
         """Engine side: the request has failed as a whole."""
@@ -138,12 +155,23 @@ class Generation:
 
     def _close(self) -> None:
         self._live = 0
-        self._wake()
+        self._tell()
 
-    def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+    def _tell(self) -> None:
+        """Wakes the consumer, or puts the listener on the list of this turn."""
+        if self._listener is not None:
+            if not self._told:
+                self._told = True
+                self._turn.call(self._deliver)
+        elif self._waiter is not None:
+            waiter, self._waiter = self._waiter, None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _deliver(self) -> None:
+        self._told = False
+        if self._listener is not None:
+            self._listener()
 
     def _news(self) -> asyncio.Future[None]:
         """Done at the next wake-up."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 
 from shared.journal import Entry, Journal
 from shared.messages import Abort, Message, Request, Submit
+from shared.turn import Turn
 
 SUBMIT_BYTES = 8 << 20  # of ids in one Submit, about
 
@@ -20,9 +20,10 @@ class Outbox:
     Closed while the scheduler is away: all that is not finished is in the journal, and is submitted when it is back.
     """
 
-    def __init__(self, journal: Journal, send: Callable[[Message], bool]) -> None:
+    def __init__(self, journal: Journal, send: Callable[[Message], bool], turn: Turn) -> None:
         self._journal = journal
         self._send = send
+        self._turn = turn
         self._open = False
         self._scheduled = False
         self._submits: dict[int, Entry] = {}
@@ -107,4 +108,4 @@ class Outbox:
     def _schedule(self) -> None:
         if not self._scheduled:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self.flush)
+            self._turn.call(self.flush)

@@ -15,6 +15,7 @@ from shared.local_decoder import LocalDecoder
 from shared.messages import Decode, Decoded, Delta
 from shared.sampling import SamplingParams
 from shared.tokenizer_pool import Answer
+from shared.turn import Turn
 from tests.engine_fakes import EOS, decode_item
 
 
@@ -50,7 +51,7 @@ class Rig:
     def stream(self, *stops: str, **values: object) -> Stream:
         params = SamplingParams(**({"max_tokens": 99, "seed": 1} | values))  # type: ignore[arg-type]
         entry = self.journal.open(array("i", [1]), params, now=0.0)[0]
-        stream = Stream(entry, Generation(1, lambda: None), 0, list(stops), [])
+        stream = Stream(entry, Generation(1, lambda: None, Turn()), 0, list(stops), [])
         stream.siblings.append(stream)
         return stream
 

@@ -573,6 +573,7 @@ async def test_close_says_goodbye_and_fails_what_runs(rig: Rig) -> None:
 
 async def test_a_cancelled_encode_leaves_no_trace(rig: Rig) -> None:
     client = await rig.start()
+    await until(lambda: not client._pool._calls)  # the vocabulary's
     rig.tokenizers[0].set(holding=True)
     task = asyncio.ensure_future(client.encode(["a"]))
     await rig.tokenizers[0].until(lambda: bool(rig.tokenizers[0].received(EncodeText)))

@@ -12,6 +12,7 @@ from shared.journal import Entry, Journal
 from shared.messages import Abort, Delta, Message, Submit
 from shared.outbox import Outbox
 from shared.sampling import SamplingParams
+from shared.turn import Turn
 
 
 class Rig:
@@ -21,7 +22,7 @@ class Rig:
         self.journal = Journal()
         self.sent: list[Message] = []
         self.works = True
-        self.outbox = Outbox(self.journal, self.send)
+        self.outbox = Outbox(self.journal, self.send, Turn())
 
     def send(self, message: Message) -> bool:
         if self.works:

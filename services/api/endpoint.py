@@ -155,4 +155,4 @@ class _Reply(Generic[RequestType]):
         await self._stream.run()
 
     async def _idle(self) -> float:
-        return await self._stream.idle() if self._stream else FIRST_IDLE
+        return self._stream.idle() if self._stream else FIRST_IDLE

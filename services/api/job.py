@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -73,52 +72,35 @@ class Job:
         prompt = self._prompt_tokens
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
-    def deltas(self) -> AsyncIterator[list[SampleDelta]]:
-        """What is new, with the index of the choice in each delta; `note` is to be told. Raises RequestError."""
-        return self._generations[0] if len(self._generations) == 1 else self._merged()
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """From now on `listener` is called when there is something to `take`, or the job has ended."""
+        for generation in self._generations:
+            generation.listen(listener)
 
-    def note(self, deltas: list[SampleDelta]) -> None:
-        """Counts what `deltas` has yielded."""
-        if len(self._records) == 1:
-            self._records[0].deltas(deltas)
-            return
-        for delta in deltas:
-            self._records[delta.index // self.n].deltas([delta])
+    def take(self) -> list[SampleDelta]:
+        """What is new, with the index of the choice in each delta; it counts as delivered."""
+        if len(self._generations) == 1:
+            fresh = self._generations[0].take()
+            self._records[0].deltas(fresh)
+            return fresh
+        fresh = []
+        for position, (generation, record) in enumerate(zip(self._generations, self._records, strict=True)):
+            deltas = generation.take()
+            record.deltas(deltas)
+            for delta in deltas:
+                delta.index += position * self.n
+            fresh += deltas
+        return fresh
 
-    async def _merged(self) -> AsyncIterator[list[SampleDelta]]:
-        """The deltas of several generations; what comes while the consumer is busy comes at once."""
-        fresh: list[SampleDelta] = []
-        wake = asyncio.Event()
+    @property
+    def error(self) -> RequestError | None:
+        """Why the job has failed, if it has."""
+        return next((generation.error for generation in self._generations if generation.error is not None), None)
 
-        async def follow(position: int) -> None:
-            try:
-                async for deltas in self._generations[position]:
-                    for delta in deltas:
-                        delta.index += position * self.n
-                    fresh.extend(deltas)
-                    wake.set()
-            finally:
-                wake.set()
-
-        tasks = [asyncio.create_task(follow(position)) for position in range(len(self._generations))]
-        try:
-            while True:
-                await wake.wait()
-                wake.clear()
-                running = [task for task in tasks if not task.done()]
-                if fresh:
-                    batch = fresh[:]
-                    fresh.clear()
-                    yield batch
-                for task in tasks:
-                    if task.done() and (error := task.exception()):
-                        raise error
-                if not running and not fresh:
-                    return
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    @property
+    def finished(self) -> bool:
+        """All choices have ended, or one cannot go on."""
+        return all(generation.finished for generation in self._generations) or self.error is not None
 
     async def samples(self) -> list[Sample]:
         """All choices, in order, once they have ended. Raises RequestError."""

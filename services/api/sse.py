@@ -11,6 +11,7 @@ from starlette.types import Send
 
 from services.api.errors import error_json
 from services.api.job import Job, Usage
+from services.api.outlet import Outlet
 from shared.engine import SampleDelta
 from shared.errors import RequestError
 
@@ -107,7 +108,10 @@ def error_events(error: RequestError) -> bytes:
 
 
 class EventStream:
-    """One streaming reply: one write per wake-up, a comment when nothing has been written for a while."""
+    """One streaming reply: one write per turn that brings something, a comment when nothing has come for a while.
+
+    What comes while the client reads too slowly is merged into the next write.
+    """
 
     def __init__(self, send: Send, job: Job, chunks: Chunks, *, include_usage: bool, ping_seconds: float) -> None:
         self.opened = False
@@ -118,51 +122,67 @@ class EventStream:
         self._ping_seconds = ping_seconds
         self._clock = asyncio.get_running_loop().time
         self._last_write = self._clock()
-        self._opening = asyncio.Lock()  # `run` and `idle` may both have something to write first
-        self._writing = False
+        self._outlet = Outlet(send, self._push)
+        self._complete = False  # the job has ended, and all of it is written
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
         """Sends everything. Raises RequestError when the engine does; before the first byte if `opened` is False."""
-        job, chunks, send = self._job, self._chunks, self._send
-        async for deltas in job.deltas():
-            job.note(deltas)
-            if data := chunks.deltas(deltas, job):
-                self._writing = True
-                await (send(_body(data)) if self.opened else self._open(data))
-                self._writing = False
-                self._last_write = self._clock()
-        last = chunks.usage(job.usage) if self._include_usage else b""
-        await self._end(last + DONE)
+        self._job.listen(self._push)
+        try:
+            await self._ended
+        finally:
+            self._job.listen(None)
+            self._outlet.close()
+        if self._job.error is not None:
+            raise self._job.error
 
     async def fail(self, error: RequestError) -> None:
         """Ends an opened stream with an error event."""
-        await self._end(error_events(error))
+        await self._send(_body(error_events(error), more=False))
 
-    async def idle(self) -> float:
-        """To be called now and then, never twice at once; returns in how many seconds again."""
+    def idle(self) -> float:
+        """To be called now and then; returns in how many seconds again."""
         quiet = self._clock() - self._last_write
-        if self._writing:
+        if self._outlet.busy or self._complete:
             return self._ping_seconds
         if self.opened and quiet < self._ping_seconds:
             return self._ping_seconds - quiet
-        await (self._send(_body(PING)) if self.opened else self._open(b""))
-        self._last_write = self._clock()
+        self._write(PING if self.opened else b"")
         return self._ping_seconds
 
-    async def _open(self, data: bytes) -> None:
-        async with self._opening:
-            if not self.opened:
-                await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-                data = self._chunks.opening(self._job.usage) + data
-                self.opened = True
-            if data:
-                await self._send(_body(data))
+    def _push(self) -> None:
+        """Writes what is new. Called for all streams of a step in turn, so none may suffer from another's fault."""
+        if self._outlet.busy or self._ended.done():
+            return
+        try:
+            if not self._complete:
+                self._write_news()
+        except Exception as error:
+            self._ended.set_exception(error)
+            return
+        if self._complete and not self._outlet.busy:
+            self._ended.set_result(None)
 
-    async def _end(self, data: bytes) -> None:
-        self._writing = True
-        if not self.opened:
-            await self._open(b"")
-        await self._send(_body(data, more=False))
+    def _write_news(self) -> None:
+        job = self._job
+        data = self._chunks.deltas(job.take(), job)
+        self._complete = job.finished
+        if self._complete and job.error is None:
+            last = self._chunks.usage(job.usage) if self._include_usage else b""
+            self._write(data + last + DONE, more=False)
+        elif data:
+            self._write(data)
+
+    def _write(self, data: bytes, *, more: bool = True) -> None:
+        self._last_write = self._clock()
+        if self.opened:
+            self._outlet.write(_body(data, more=more))
+            return
+        self.opened = True
+        start = {"type": "http.response.start", "status": 200, "headers": HEADERS}
+        data = self._chunks.opening(self._job.usage) + data
+        self._outlet.write(start, _body(data, more=more))
 
 
 def _body(data: bytes, *, more: bool = True) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Ids to text, a few at a time, without state of its own: what is held back travels with the caller.
 
-Where every token is some bytes it is the `ByteDecoder` of shared/byte_decoder.py, which api processes run too. The state of a `WindowDecoder` is b"" or `MID_TEXT`, with nothing held and no context, or b"\\1", the number of context
-ids as one byte, context ids and held ids packed as int32.
+Where every token is some bytes, shared/byte_decoder.py decodes, which api processes run too. The state
+of a `WindowDecoder` is b"" or `MID_TEXT`, with nothing held and no context, or b"\\1", the number of context ids as one
+byte, context ids and held ids packed as int32.
 """
 
 from __future__ import annotations
