@@ -75,8 +75,8 @@ class EngineClient:
         self._detokenizer = Detokenizer(self._pool, self._local, self._on_stop, self._forget, self._fail)
         self._link: SchedulerLink | None = None
         self._streams: dict[int, Stream] = {}
-        self._turn = Turn()
-        self._outbox = Outbox(self._journal, self._send, self._turn)
+        self.turn = Turn()  # for what its consumers put off, too
+        self._outbox = Outbox(self._journal, self._send, self.turn)
 
     async def start(self) -> None:
         """Starts connecting in the background; does not wait for the engine."""
@@ -136,7 +136,7 @@ class EngineClient:
             prompt, params, now=time.monotonic(), engine_seed=engine.seed, cache_salt=cache_salt
         )
         streams: list[Stream] = []
-        generation = Generation(params.n, lambda: self._abandon(streams), self._turn)
+        generation = Generation(params.n, lambda: self._abandon(streams), self.turn)
         for index, entry in enumerate(entries):
             stream = Stream(entry, generation, index, stops, streams)
             streams.append(stream)

@@ -7,7 +7,11 @@ from collections.abc import Callable
 
 
 class Turn:
-    """What is to be called at the end of this turn, in the order in which it was asked for."""
+    """What is to be called at the end of this turn, in the order in which it was asked for.
+
+    What a call asks for comes after all others: so a step's chunks are all made before the first is written, as each
+    write may wake its reader, who takes the processor and its caches.
+    """
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], None]] = []
@@ -19,6 +23,6 @@ class Turn:
         self._calls.append(function)
 
     def _run(self) -> None:
-        calls, self._calls = self._calls, []
-        for function in calls:
+        for function in self._calls:  # which may grow
             function()
+        self._calls.clear()

@@ -151,7 +151,8 @@ class _Reply(Generic[RequestType]):
             continuous_usage=request.continuous_usage,
         )
         ping = self._gateway.config.sse_ping_seconds
-        self._stream = EventStream(send, job, chunks, include_usage=request.include_usage, ping_seconds=ping)
+        turn = self._gateway.engine.turn
+        self._stream = EventStream(send, job, chunks, turn, include_usage=request.include_usage, ping_seconds=ping)
         await self._stream.run()
 
     async def _idle(self) -> float:

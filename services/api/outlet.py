@@ -9,46 +9,81 @@ from typing import Any
 
 from starlette.types import Message, Send
 
+from shared.turn import Turn
+
 
 class Outlet:
-    """Sends the messages of one response at once, unless the server makes their sender wait: `busy` then."""
+    """Sends the messages of one response when the chunks of all others are made, too; `busy` until they are taken.
 
-    def __init__(self, send: Send, on_room: Callable[[], None]) -> None:
-        """`on_room` is called when messages can be sent again."""
+    That is at once, unless the server makes their sender wait.
+    """
+
+    def __init__(self, send: Send, turn: Turn, on_room: Callable[[], None]) -> None:
+        """`on_room` is called when messages can be sent again after a wait, or when none can any more: see `error`."""
+        self.busy = False
+        self.started = False  # a message has been taken
+        self.error: Exception | None = None
         self._send = send
+        self._turn = turn
         self._on_room = on_room
+        self._messages: Sequence[Message] = ()
         self._waiting: asyncio.Future[None] | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Not all has been taken yet: the client reads slowly."""
-        return self._waiting is not None
 
     def write(self, *messages: Message) -> None:
         """Sends messages; not while `busy`."""
-        assert not self.busy
-        for position, message in enumerate(messages, 1):
-            rest = begin(self._send(message))
-            if rest is not None:
-                self._waiting = asyncio.ensure_future(self._finish(rest, messages[position:]))
-                self._waiting.add_done_callback(self._taken)
-                return
+        self.busy = True
+        self._messages = messages
+        self._turn.call(self._flush)
+
+    async def drained(self) -> None:
+        """Returns once everything has been taken. Raises `error`."""
+        if self._waiting is not None:
+            await asyncio.wait({self._waiting})
+        if self.error is not None:
+            raise self.error
 
     def close(self) -> None:
-        """Gives up what has not been taken."""
+        """Gives up what the server does not take now."""
+        if self._messages and self._waiting is None:
+            self._flush()
         if self._waiting is not None:
             self._waiting.cancel()
 
+    def _flush(self) -> None:
+        """Called for all streams of a step in turn, so none may suffer from another's fault."""
+        messages, self._messages = self._messages, ()
+        try:
+            for position, message in enumerate(messages, 1):
+                rest = begin(self._send(message))
+                if rest is not None:
+                    self._waiting = asyncio.ensure_future(self._finish(rest, messages[position:]))
+                    self._waiting.add_done_callback(self._taken)
+                    return
+                self.started = True
+            self.busy = False
+        except Exception as error:
+            self._failed(error)
+
     async def _finish(self, rest: Awaitable[None], messages: Sequence[Message]) -> None:
         await rest
+        self.started = True
         for message in messages:
             await self._send(message)
 
     def _taken(self, waiting: asyncio.Future[None]) -> None:
         self._waiting = None
-        if not waiting.cancelled():
-            waiting.exception()  # the connection is gone, which whoever watches it will say
+        if waiting.cancelled():
+            return
+        error = waiting.exception()
+        if isinstance(error, Exception):
+            self._failed(error)
+        else:
+            self.busy = False
             self._on_room()
+
+    def _failed(self, error: Exception) -> None:
+        self.error, self.busy = error, False
+        self._on_room()
 
 
 def begin(awaitable: Awaitable[None]) -> Awaitable[None] | None:

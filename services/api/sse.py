@@ -14,6 +14,7 @@ from services.api.job import Job, Usage
 from services.api.outlet import Outlet
 from shared.engine import SampleDelta
 from shared.errors import RequestError
+from shared.turn import Turn
 
 FIRST_IDLE = 0.5  # seconds the status line waits for the first token, so that a refusal can still be an HTTP error
 DONE = b"data: [DONE]\n\n"
@@ -113,24 +114,31 @@ class EventStream:
     What comes while the client reads too slowly is merged into the next write.
     """
 
-    def __init__(self, send: Send, job: Job, chunks: Chunks, *, include_usage: bool, ping_seconds: float) -> None:
-        self.opened = False
+    def __init__(
+        self, send: Send, job: Job, chunks: Chunks, turn: Turn, *, include_usage: bool, ping_seconds: float
+    ) -> None:
         self._send = send
         self._job = job
         self._chunks = chunks
         self._include_usage = include_usage
         self._ping_seconds = ping_seconds
-        self._clock = asyncio.get_running_loop().time
-        self._last_write = self._clock()
-        self._outlet = Outlet(send, self._push)
-        self._complete = False  # the job has ended, and all of it is written
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._clock = loop.time
+        self._last_write = loop.time()
+        self._outlet = Outlet(send, turn, self._push)
+        self._ended: asyncio.Future[None] = loop.create_future()  # nothing more will be written
+
+    @property
+    def opened(self) -> bool:
+        """The status line has been sent."""
+        return self._outlet.started
 
     async def run(self) -> None:
         """Sends everything. Raises RequestError when the engine does; before the first byte if `opened` is False."""
         self._job.listen(self._push)
         try:
             await self._ended
+            await self._outlet.drained()
         finally:
             self._job.listen(None)
             self._outlet.close()
@@ -144,7 +152,7 @@ class EventStream:
     def idle(self) -> float:
         """To be called now and then; returns in how many seconds again."""
         quiet = self._clock() - self._last_write
-        if self._outlet.busy or self._complete:
+        if self._outlet.busy or self._ended.done():
             return self._ping_seconds
         if self.opened and quiet < self._ping_seconds:
             return self._ping_seconds - quiet
@@ -156,19 +164,17 @@ class EventStream:
         if self._outlet.busy or self._ended.done():
             return
         try:
-            if not self._complete:
+            if self._outlet.error is None:
                 self._write_news()
+            if self._outlet.error is not None or self._job.finished:
+                self._ended.set_result(None)
         except Exception as error:
             self._ended.set_exception(error)
-            return
-        if self._complete and not self._outlet.busy:
-            self._ended.set_result(None)
 
     def _write_news(self) -> None:
         job = self._job
         data = self._chunks.deltas(job.take(), job)
-        self._complete = job.finished
-        if self._complete and job.error is None:
+        if job.finished and job.error is None:
             last = self._chunks.usage(job.usage) if self._include_usage else b""
             self._write(data + last + DONE, more=False)
         elif data:
@@ -179,7 +185,6 @@ class EventStream:
         if self.opened:
             self._outlet.write(_body(data, more=more))
             return
-        self.opened = True
         start = {"type": "http.response.start", "status": 200, "headers": HEADERS}
         data = self._chunks.opening(self._job.usage) + data
         self._outlet.write(start, _body(data, more=more))
