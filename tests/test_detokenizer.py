@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from shared.byte_decoder import ByteDecoder
 from shared.detokenizer import SPLIT, Detokenizer, Stream
 from shared.errors import RequestError
 from shared.generation import Generation
@@ -39,9 +40,10 @@ class Rig:
         self.stopped: list[Stream] = []
         self.ended: list[Stream] = []
         self.failed: list[tuple[Stream, RequestError]] = []
+        self.local = LocalDecoder(self.pool)  # type: ignore[arg-type]
         self.detokenizer = Detokenizer(
             self.pool,  # type: ignore[arg-type]
-            LocalDecoder(self.pool),  # type: ignore[arg-type]
+            self.local,
             self.stopped.append,
             self.ended.append,
             lambda stream, error: self.failed.append((stream, error)),
@@ -195,3 +197,67 @@ def test_a_stream_closed_before_the_flush_is_left_out(rig: Rig) -> None:
     rig.receive(stream, "a")
     stream.closed = True
     assert rig.flush() == []
+
+
+# With the vocabulary at hand
+
+
+@pytest.fixture
+def here(rig: Rig) -> Rig:
+    """A rig that decodes by itself: bytes, then 43 ids without text."""
+    rig.local.decoder = ByteDecoder([bytes([i]) for i in range(256)] + [b""] * 43)
+    return rig
+
+
+def test_text_is_there_at_once_and_nothing_is_asked_for(here: Rig) -> None:
+    stream = here.stream()
+    here.receive(stream, "w", extra=(0xC3,))
+    assert here.flush() == []
+    assert stream.generation.samples[0].text == "w"
+    here.receive(stream, "", "length", (0xB6,))
+    here.flush()
+    sample = stream.generation.samples[0]
+    assert (sample.text, sample.ids, sample.finish_reason) == ("wö", [119, 0xC3, 0xB6], "length")
+    assert here.ended == [stream]
+
+
+def test_ids_on_both_sides_of_min_tokens_take_two_rounds(here: Rig) -> None:
+    stream = here.stream("b", min_tokens=3)
+    here.receive(stream, "abcab")
+    here.flush()
+    assert here.stopped == [stream]
+    sample = stream.generation.samples[0]
+    assert (sample.text, sample.ids, sample.stop_reason) == ("abca", [97, 98, 99, 97, 98], "b")
+
+
+def test_a_stop_string_is_traced_to_its_token_here_too(here: Rig) -> None:
+    stream = here.stream("llo w")
+    here.receive(stream, "hello world")
+    here.flush()
+    sample = stream.generation.samples[0]
+    assert (sample.text, bytes(sample.ids)) == ("he", b"hello w")
+
+
+def test_an_unknown_id_fails_its_own_stream(here: Rig) -> None:
+    good, bad = here.stream(), here.stream()
+    here.receive(good, "a")
+    here.receive(bad, "b", extra=(299,))
+    here.flush()
+    assert good.generation.samples[0].text == "a"
+    [(stream, error)] = here.failed
+    assert stream is bad
+    assert error.status == 500
+    assert "token id 299 is not in the vocabulary of 299" in error.message
+
+
+def test_an_answer_that_is_out_when_the_vocabulary_comes_is_taken(rig: Rig) -> None:
+    stream = rig.stream()
+    rig.receive(stream, "a")
+    assert rig.flush() == [[[97]]]
+    rig.local.decoder = ByteDecoder([bytes([i]) for i in range(256)])
+    rig.receive(stream, "b")
+    rig.flush()
+    assert stream.generation.samples[0].text == ""
+    rig.answer()
+    rig.flush()
+    assert stream.generation.samples[0].text == "ab"

@@ -233,6 +233,23 @@ async def test_one_decode_a_step_carries_all_streams(rig: Rig) -> None:
     await asyncio.gather(*tasks)
 
 
+async def test_with_the_vocabulary_a_step_is_one_message_and_none_goes_to_a_tokenizer(rig: Rig) -> None:
+    rig.tokenizers.append(FakeTokenizer(f"ipc://{rig.folder}/open", open=True))
+    rig.start_scheduler(allowed=0)
+    await rig.client.start()
+    await rig.client.wait_ready()
+    await until(lambda: not rig.client._pool._calls)  # the vocabulary is here
+    results = [rig.client.generate(PROMPT, params(seed=5 * seed)).result() for seed in range(16)]
+    tasks = [asyncio.ensure_future(result) for result in results]
+    await rig.scheduler.until(lambda: len(rig.scheduler.running) == 16)
+    rig.scheduler.set(allowed=1000)
+    samples = await asyncio.gather(*tasks)
+    assert [sample.text for [sample] in samples] == [expected(5 * seed) for seed in range(16)]
+    assert not rig.tokenizers[0].received(Decode)
+    assert len(rig.scheduler.received(Submit)) == 1
+    assert not rig.scheduler.received(Abort)
+
+
 async def test_a_slow_reader_finds_everything_merged(rig: Rig) -> None:
     client = await rig.start()
     generation = client.generate(PROMPT, params(seed=3))

@@ -266,6 +266,27 @@ def test_a_burst_goes_into_one_step_and_two_plans_are_in_flight(scheduler: Runni
     assert [(delta.id, delta.index, delta.ids) for delta in deltas.items] == [(id, 0, [9]) for id in range(3)]
 
 
+def test_each_peer_gets_one_message_a_step(scheduler: Running) -> None:
+    scheduler.start()
+    apis = [scheduler.peer("api"), scheduler.peer("api")]
+    for api in apis:
+        api.send(Submit([request(id, tokens=40) for id in range(8)]))
+    apis[0].expect(Stats, lambda stats: stats.parked == 16)
+    worker = scheduler.worker()
+    for _ in range(40):
+        plan = worker.expect(Plan)
+        assert len(plan.slots) == 16
+        answer(worker, plan)
+    for api in apis:
+        received = 0
+        for messages in range(1, 41):  # fewer where two results were found waiting
+            received += sum(len(delta.ids) for delta in api.expect(Deltas).items)
+            if received == 8 * 40:
+                break
+        assert received == 8 * 40, f"{received} ids in {messages} messages"
+    assert not any(isinstance(item, Plan | Deltas) for peer in (worker, *apis) for item in peer.pending)
+
+
 def test_the_second_plan_waits_for_newcomers(scheduler: Running) -> None:
     """Once a group's steps are known to be long, a request that comes early in a step goes with the next one."""
     scheduler.start()

@@ -19,6 +19,7 @@ from services.tokenizer.calls import LONG, Calls
 from services.tokenizer.loading import load
 from shared.addresses import front
 from shared.bus import DealerLink, Link, RouterLink, Waiter, new_identity
+from shared.byte_decoder import ByteDecoder
 from shared.chat import ChatOptions
 from shared.config import EngineConfig
 from shared.errors import EXIT_CONFIG
@@ -30,6 +31,7 @@ from shared.messages import (
     EncodeChat,
     Encoded,
     EncodeText,
+    GetVocabulary,
     Goodbye,
     Heartbeat,
     Hello,
@@ -216,6 +218,12 @@ def test_calls_are_answered(served: tuple[Bus, Scheduler, str]) -> None:
     assert [item.text for item in first.items][::2] == ["", " world"]
     rest = client.call(Decode(5, [DecodeItem(first.items[0].state, [131], final=True)]))
     assert rest.items[0].text == "🌶"
+
+    told = client.call(GetVocabulary(9, scheduler.answer.model.path))
+    here = ByteDecoder(told.pieces, told.special, strip=told.strip)
+    for item, decoded in zip(items, first.items, strict=True):
+        assert here.decode(item) == decoded
+    assert isinstance(client.call(GetVocabulary(10, "another")), CallFailed)
 
     failed = client.call(Decode(6, [DecodeItem(b"", [49152])]))
     assert (type(failed), failed.param) == (CallFailed, "tokens")
