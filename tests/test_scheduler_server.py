@@ -278,12 +278,10 @@ def test_each_peer_gets_one_message_a_step(scheduler: Running) -> None:
         assert len(plan.slots) == 16
         answer(worker, plan)
     for api in apis:
-        received = 0
-        for messages in range(1, 41):  # fewer where two results were found waiting
-            received += sum(len(delta.ids) for delta in api.expect(Deltas).items)
-            if received == 8 * 40:
-                break
-        assert received == 8 * 40, f"{received} ids in {messages} messages"
+        sizes: list[int] = []
+        while sum(sizes) < 8 * 40:
+            sizes.append(sum(len(delta.ids) for delta in api.expect(Deltas).items))
+        assert len(sizes) <= 40  # fewer where two results were found waiting
     assert not any(isinstance(item, Plan | Deltas) for peer in (worker, *apis) for item in peer.pending)
 
 
