@@ -2,11 +2,15 @@
 
     python -m bench.control_plane                    1, 32, 256 and 1024 streams, then requests of 16 tokens
     python -m bench.control_plane --step-ms 10       the same at a model's pace: each token is written on its own
+    python -m bench.control_plane --one-layer        the same with a worker that runs a random model of one narrow layer
     python -m bench.control_plane --abandon 2000     memory and descriptors while clients leave early
 
 Real processes on an ipc bus. CPU times are of all threads of a role's processes, from the first request to the end of
 the last, so prompts and goodbyes are in them. On a machine busy with other things even CPU time grows, several times;
 a fixed loop timed meanwhile says how much, and "quiet" figures are divided by that.
+
+"gap" is how long the worker waited between two steps while there was work: what plan N + 1, sent while step N runs,
+does not hide of the way through scheduler and bus. "ms/step" is the run's whole time by its steps.
 """
 
 from __future__ import annotations
@@ -23,13 +27,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import msgspec
 
-from bench import processes
+from bench import one_layer, processes
 from bench.machine import QUIET_NS, Speed
 from bench.swarm import Swarm, Tally
 
@@ -71,7 +76,10 @@ def stack(options: argparse.Namespace) -> Iterator[Stack]:
         engine += ["--max-step-ms", "0"]  # a null worker's steps teach nothing about prompts
         if options.abandon:
             engine += ["--num-gpu-blocks-override", str(FEW_BLOCKS)]
-        commands = [("scheduler", engine), ("worker", [*place, "--null", "--null-step-ms", str(options.step_ms)])]
+        null = [] if options.one_layer else ["--null", "--null-step-ms", str(options.step_ms)]
+        if options.one_layer:
+            engine += ["--model", str(one_layer.write(Path(folder, "model")))]
+        commands = [("scheduler", engine), ("worker", [*place, *null])]
         commands += [("tokenizer", place)] * options.tokenizers
         commands += [("api", [*place, "--port", str(port), "--max-concurrent-requests", "4096"])]
         pids = {}
@@ -157,6 +165,8 @@ def summary(
         "client_us_per_token": round(1e6 * tally.cpu / tokens, 2),
         "tokens_per_step": round(tokens / steps, 2),
         "tokens_per_write": round(tokens / max(1, tally.events - 2 * tally.requests), 2),  # less usage and [DONE]
+        "ms_per_step": round(1e3 * tally.seconds / steps, 3),
+        "gap_us_per_step": round(1e6 * grown["pagebus:idle_seconds_total"] / steps, 1),
         "scheduler_core_us_per_step": round(1e6 * grown["pagebus:schedule_seconds_total"] / steps, 1),
     }
 
@@ -191,6 +201,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "quiet ": "quiet_us_per_request",
         "tokens/step": "tokens_per_step",
         "tokens/write": "tokens_per_write",
+        "ms/step": "ms_per_step",
+        "gap µs/step": "gap_us_per_step",
         "core µs/step": "scheduler_core_us_per_step",
         "loop ns": "loop_ns",
     }
@@ -208,6 +220,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="", help="whose tokenizer and vocabulary to use (default: the bundled one)")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--step-ms", type=float, default=0.0, help="how long the worker takes for a step")
+    parser.add_argument(
+        "--one-layer", action="store_true", help="a real worker and a tiny model, instead of a null one"
+    )
     parser.add_argument("--tokenizers", type=int, default=1)
     parser.add_argument("--streams", type=int, action="append", help="concurrent streams (repeatable)")
     parser.add_argument("--output-tokens", type=int, help="of each stream")

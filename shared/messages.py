@@ -271,6 +271,7 @@ class GroupStats(Part):
     steps: int  # counter
     stalled: float  # seconds since the oldest plan in flight was sent; 0 when idle
     step_tokens: int = 0  # counter, rows computed
+    idle: float = 0.0  # counter, seconds the worker waited for a plan while there was work
 
 
 class Stats(Message):
@@ -359,6 +360,7 @@ class Result(Message):
     step: int
     tokens: list[int]
     seconds: float = 0.0  # time the step took in the worker
+    idle: float = 0.0  # seconds between the end of the step before and the beginning of this one
 
 
 class Reset(Message):

@@ -31,6 +31,7 @@ def test_streams_and_requests_are_measured(stack: control_plane.Stack) -> None:
     assert set(row["cpu_us_per_token"]) == {"api", "tokenizer", "scheduler", "worker"}
     assert all(cost > 1 for cost in row["cpu_us_per_token"].values())
     assert row["scheduler_core_us_per_step"] > 1
+    assert row["gap_us_per_step"] > 0
     title, line = control_plane.table([row]).splitlines()
     assert len(title) == len(line)
 
@@ -53,16 +54,23 @@ def test_clients_that_leave_early_leave_nothing_behind(stack: control_plane.Stac
 def test_costs_are_shared_out() -> None:
     tally = Tally(seconds=2.0, cpu=0.1, requests=10, tokens=1000, reads=500, events=520)
     cpu = {"api": 0.02, "tokenizer": 0.005, "scheduler": 0.01, "worker": 1.0}
-    grown = {"pagebus:steps_total": 100.0, "pagebus:schedule_seconds_total": 0.005}
+    grown = {"pagebus:idle_seconds_total": 0.002, "pagebus:steps_total": 100.0, "pagebus:schedule_seconds_total": 0.005}
     row = control_plane.summary(tally, 32, 100, cpu, grown, loop_ns=2 * QUIET_NS)
     assert row["cpu_us_per_token"]["api"] == 20
     assert (row["control_us_per_token"], row["quiet_us_per_token"]) == (35, 17.5)
     assert (row["control_us_per_request"], row["quiet_us_per_request"]) == (3500, 1750)
     assert (row["tokens_per_step"], row["tokens_per_write"], row["scheduler_core_us_per_step"]) == (10, 2, 50)
     assert (row["tokens_per_second"], row["requests_per_second"], row["client_us_per_token"]) == (500, 5, 100)
+    assert (row["ms_per_step"], row["gap_us_per_step"]) == (20, 20)
 
 
 def test_the_machine_is_timed() -> None:
     with Speed() as speed:
         pass
     assert 1 < speed.ns < 10_000
+
+
+def test_a_real_worker_runs_one_narrow_layer() -> None:
+    with control_plane.stack(control_plane.arguments(["--one-layer"])) as running:
+        row = control_plane.measure(running, count=2, concurrency=2, output_tokens=8)
+    assert row["tokens_per_second"] > 0

@@ -865,3 +865,14 @@ def test_statistics() -> None:
     stats = engine.scheduler.stats(3, engine.now)
     assert (stats.running, stats.waiting, stats.kv_usage, stats.stalled) == (0, 0, 0.0, 0.0)
     assert stats.generation_tokens == sum(map(len, engine.outputs.values()))
+
+
+def test_waiting_for_a_plan_counts_only_while_there_was_work() -> None:
+    scheduler = Scheduler(EngineConfig(), 100, 100, [EOS])
+    for id in range(2):  # the second comes when the worker has long been without work
+        scheduler.add(Sequence(PEER, Request(id, 0, pack_ids([5]), SamplingParams(max_tokens=3, seed=1)), 0.0, id))
+        while scheduler.requests:
+            plan = scheduler.schedule(0.0)
+            assert plan is not None
+            scheduler.update(plan.step, [7], seconds=1.0, idle=0.25 if plan.starts != [0] else 60.0)
+    assert scheduler.stats(0, 0.0).idle == 4 * 0.25

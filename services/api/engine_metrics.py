@@ -38,6 +38,7 @@ COUNTERS: dict[str, tuple[str, Callable[[GroupStats], float]]] = {
     "vllm:prefix_cache_hits": ("Prompt tokens read from the prefix cache.", lambda g: g.prefix_hits),
     "pagebus:steps": ("Steps run.", lambda g: g.steps),
     "pagebus:step_tokens": ("Tokens computed in steps.", lambda g: g.step_tokens),
+    "pagebus:idle_seconds": ("How long workers waited for the next step while there was work.", lambda g: g.idle),
 }
 WHOLE: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "pagebus:requests_parked": ("Requests waiting for any worker group.", lambda s: s.parked),

@@ -71,6 +71,7 @@ class Scheduler:
         self._stale = False  # `running` holds ended sequences
         self._step = 0
         self._done = 0  # the last step whose result is known
+        self._had_work = False  # when that was known
         self._step_time = StepTime()
         self._max_step = config.max_step_ms / 1000  # seconds; 0: any
 
@@ -282,12 +283,12 @@ class Scheduler:
 
     # A result.
 
-    def update(self, step: int, tokens: list[int], seconds: float = 0.0) -> Deltas:
+    def update(self, step: int, tokens: list[int], seconds: float = 0.0, idle: float = 0.0) -> Deltas:
         """Applies the result of the oldest plan in flight, the only loop over the outputs of a step.
 
-        `seconds` is what the step took, 0 when unknown. `tokens` holds one per sampled row, in order; -1 says that the
-        row has no valid probabilities. Rows of ended sequences are skipped. Raises ValueError when this is not the
-        result that is due.
+        `seconds` is what the step took, 0 when unknown, `idle` how long the worker had waited for it. `tokens` holds
+        one per sampled row, in order; -1 says that the row has no valid probabilities. Rows of ended sequences are
+        skipped. Raises ValueError when this is not the result that is due.
         """
         plan = self._in_flight[0] if self._in_flight else None
         if plan is None or plan.number != step or len(tokens) != sum(plan.samples):
@@ -313,6 +314,9 @@ class Scheduler:
                 else:
                     items.append(delta)
         self.counters.generation_tokens += accepted
+        if self._had_work:
+            self.counters.idle += idle
+        self._had_work = bool(self.requests)
         self._unhold()
         return deltas
 

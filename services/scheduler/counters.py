@@ -12,6 +12,7 @@ class Counters:
 
     __slots__ = (
         "generation_tokens",
+        "idle",
         "preemptions",
         "prefix_hits",
         "prefix_queries",
@@ -28,6 +29,7 @@ class Counters:
         self.generation_tokens = 0
         self.steps = 0
         self.step_tokens = 0
+        self.idle = 0.0  # seconds
 
     def admitted(self, seq: Sequence, leader: Sequence | None, caching: bool) -> None:
         """Counts a prompt once, at its first admission, after its blocks were found or allocated.
@@ -62,4 +64,5 @@ class Counters:
             steps=self.steps,
             stalled=0.0,
             step_tokens=self.step_tokens,
+            idle=self.idle,
         )

@@ -216,7 +216,7 @@ class Server:
             return  # of a time gone by, or a rank whose answer is the same
         began = time.thread_time()
         try:
-            deltas = group.scheduler.update(result.step, result.tokens, result.seconds)
+            deltas = group.scheduler.update(result.step, result.tokens, result.seconds, result.idle)
         except ValueError as error:
             log.warning("ignoring a result of %s: %s", self._roster.name(worker), error)
             return

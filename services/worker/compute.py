@@ -92,6 +92,7 @@ class Compute(threading.Thread):
         self.loaded = ""  # fingerprint
         self._load = load
         self._wake = wake
+        self._ended = time.perf_counter()  # the last step
         self._engine: Engine | None = None
         self._jobs: SimpleQueue[Place | Plan | Reset] = SimpleQueue()
         self._done: deque[Message | Crash] = deque()
@@ -122,7 +123,9 @@ class Compute(threading.Thread):
                 assert self._engine is not None
                 began = time.perf_counter()
                 result = self._engine.run(job)
-                result.seconds = time.perf_counter() - began
+                result.idle = began - self._ended
+                self._ended = time.perf_counter()
+                result.seconds = self._ended - began
                 self._post(result)
         elif isinstance(job, Reset):
             if self._engine is not None:
