@@ -1,6 +1,6 @@
 """What quantised weights cost and save: `python -m bench.quantization [--model PATH] [--threads N] [--cpu-time]`.
 
-For bfloat16 and each `--quantization`: bytes of the weights, step times, perplexity of a page of prose (the beginning of
+For bfloat16 and each `--quantization`: bytes of the weights, step times, perplexity of a page of prose (the start of
 Alice in Wonderland), and how far greedy continuations of its parts agree with bfloat16's. A table on stderr, JSON on
 stdout.
 
