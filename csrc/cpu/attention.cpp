@@ -13,6 +13,7 @@ namespace pagebus::PAGEBUS_ISA {
 namespace {
 
 constexpr int kGroups = kPartition / kLanes;
+constexpr int64_t kScores = kPartition + kLanes;  // from row to row: not a power of two, which would share cache sets
 
 // Where a partition's keys and values lie, by groups of sixteen tokens.
 template <class T>
@@ -32,7 +33,7 @@ struct Block {
 struct Rows {
   int64_t count, dim, padded;
   float *q, *out;                               // [count][padded]
-  float* scores;                                // [count][kPartition], later weights
+  float* scores;                                // [count][kScores], later weights
   float *maximum, *sum;                         // [count]
   float *part_maximum, *part_sum, *keep, *add;  // of the partition, and the factors of the merge
   int32_t *from, *to;                           // keys of the partition that each row sees
@@ -56,7 +57,7 @@ Rows place_rows(const AttentionArgs& a, float* scratch) {
   w.staged_v = take(kPartition * padded);
   w.q = take(n * padded);
   w.out = take(n * padded);
-  w.scores = take(n * kPartition);
+  w.scores = take(n * kScores);
   float** const lines[] = {&w.maximum, &w.sum, &w.part_maximum, &w.part_sum, &w.keep, &w.add};
   for (float** line : lines) *line = take(n);
   w.from = reinterpret_cast<int32_t*>(take(n));
@@ -111,11 +112,12 @@ void look(const AttentionArgs& a, const AttentionItem& item, int32_t start, Rows
 template <class B, int R, int NV>
 PAGEBUS_INLINE void score_groups(const Rows& w, const Tile<typename B::T>& tile, int64_t row, int group, Ahead& ahead) {
   V acc[R][NV];
-  for (auto& line : acc)
-    for (V& x : line) x = zero();
+  unrolled<R * NV>(PAGEBUS_EACH(i) { acc[i.value / NV][i.value % NV] = zero(); });
   accumulate_streams<B, R, NV>(w.dim, w.q + row * w.padded, w.padded, tile.keys + group, kLanes, acc, ahead);
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < NV; ++v) store(w.scores + (row + r) * kPartition + (group + v) * kLanes, acc[r][v]);
+  float* scores = w.scores + row * kScores + group * kLanes;
+  unrolled<R * NV>(PAGEBUS_EACH(i) {
+    store(scores + i.value / NV * kScores + i.value % NV * kLanes, acc[i.value / NV][i.value % NV]);
+  });
 }
 
 // Scores of all rows, `width` groups of keys at a time, so that these stay in the first-level cache.
@@ -139,8 +141,7 @@ template <class B, int R, int NV>
 PAGEBUS_INLINE void add_values(const Rows& w, const Tile<typename B::T>& tile, int64_t row, int column, int from,
                                int to, float* sums, Ahead& ahead) {
   V acc[R][NV];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < NV; ++v) acc[r][v] = load(sums + (r * NV + v) * kLanes);
+  unrolled<R * NV>(PAGEBUS_EACH(i) { acc[i.value / NV][i.value % NV] = load(sums + i.value * kLanes); });
   while (from < to) {
     const int g = from / kLanes;
     int end = (g + 1) * kLanes;
@@ -150,12 +151,11 @@ PAGEBUS_INLINE void add_values(const Rows& w, const Tile<typename B::T>& tile, i
     const typename B::T* values[NV];
     for (int v = 0; v < NV; ++v)
       values[v] = tile.values[g] + (from - g * kLanes) * tile.value_step + (column + v) * tile.column_step;
-    accumulate_streams<B, R, NV>(end - from, w.scores + row * kPartition + from, kPartition, values, tile.value_step,
-                                 acc, ahead);
+    accumulate_streams<B, R, NV>(end - from, w.scores + row * kScores + from, kScores, values, tile.value_step, acc,
+                                 ahead);
     from = end;
   }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < NV; ++v) store(sums + (r * NV + v) * kLanes, acc[r][v]);
+  unrolled<R * NV>(PAGEBUS_EACH(i) { store(sums + i.value * kLanes, acc[i.value / NV][i.value % NV]); });
 }
 
 // The partition's share of a block's outputs, merged into them. Keys that only some rows see are added row by row, as
@@ -222,12 +222,12 @@ void soften(const AttentionArgs& a, Rows& w) {
   }
   for (const Block* b = w.blocks; b < w.blocks + w.block_count; ++b) {
     for (int64_t r = b->row; r < b->row + b->rows; ++r) {
-      if (a.softcap != 0.0f) cap_scores(w.scores + r * kPartition, a.softcap, w.from[r], w.to[r]);
-      w.part_maximum[r] = highest(w.scores + r * kPartition, w.from[r], w.to[r]);
+      if (a.softcap != 0.0f) cap_scores(w.scores + r * kScores, a.softcap, w.from[r], w.to[r]);
+      w.part_maximum[r] = highest(w.scores + r * kScores, w.from[r], w.to[r]);
     }
     for (int64_t r = b->row; r < b->row + b->rows; ++r)
       if (w.from[r] < w.to[r])
-        w.part_sum[r] = exponentiate(w.scores + r * kPartition, w.part_maximum[r], w.from[r], w.to[r]);
+        w.part_sum[r] = exponentiate(w.scores + r * kScores, w.part_maximum[r], w.from[r], w.to[r]);
   }
   for (int64_t r = 0; r < w.count; r += kLanes)
     merge_states(w.maximum + r, w.sum + r, load(w.part_maximum + r), load(w.part_sum + r), w.keep + r, w.add + r);

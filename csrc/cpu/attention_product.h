@@ -24,7 +24,8 @@ class Ahead {
     }
   }
 
-  const char *at = nullptr, *end = nullptr;
+  const char* at = reinterpret_cast<const char*>(this);  // asked for where there is nothing else: some mapped memory
+  const char* end = at;
   int64_t step = 0;
 
  private:
@@ -42,6 +43,22 @@ constexpr int streams = R == 1   ? 4
                         : R <= 3 ? 2
                                  : 1;
 #endif
+
+template <int I>
+struct Constant {
+  static constexpr int value = I;
+};
+
+// f(Constant<0>), f(Constant<1>) ... f(Constant<N - 1>). Unlike a loop, which the compiler unrolls too late for that,
+// it lets an array of accumulators live in registers: every access to one must be through this.
+template <int N, int I = 0, class F>
+PAGEBUS_INLINE void unrolled(const F& f) {
+  if constexpr (I < N) {
+    f(Constant<I>{});
+    unrolled<N, I + 1>(f);
+  }
+}
+#define PAGEBUS_EACH(i) [&](auto i) __attribute__((always_inline))
 
 // A load that the compiler repeats instead of keeping its result, where accumulators need the registers.
 PAGEBUS_INLINE V set1_again(const float& a) {
@@ -61,26 +78,21 @@ PAGEBUS_INLINE void accumulate_streams(int64_t k, const float* a, int64_t lda, c
                                        int64_t ldb, V (&acc)[R][NV], Ahead& ahead) {
   constexpr int lines = (NV * kLanes * int(sizeof(typename B::T)) + 63) / 64;
   const typename B::T* p[NV];
-#pragma GCC unroll 4
-  for (int v = 0; v < NV; ++v) p[v] = b[v];
+  unrolled<NV>(PAGEBUS_EACH(v) { p[v.value] = b[v.value]; });
   const char *at = ahead.at, *end = ahead.end;
   int64_t step = ahead.step;
   for (int64_t s = 0; s < k; ++s) {
-    if constexpr (NV == 1) {
-      const V column = B::first(p[0]);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) accumulate(acc[r][0], set1(a[r * lda]), column);
-    } else {
-#pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) {
-        const V column = B::first(p[v]);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) accumulate(acc[r][v], set1_again(a[r * lda]), column);
-      }
-    }
+    unrolled<NV>(PAGEBUS_EACH(v) {
+      const V column = B::first(p[v.value]);
+      unrolled<R>(PAGEBUS_EACH(r) {
+        const V x = R > 2 && NV > 1 ? set1_again(a[r.value * lda]) : set1(a[r.value * lda]);
+        acc[r.value][v.value] = fma(x, column, acc[r.value][v.value]);
+      });
+      p[v.value] += ldb;
+    });
     ++a;
-#pragma GCC unroll 4
-    for (int i = 0; i < lines; ++i) {
+    unrolled<lines>(PAGEBUS_EACH(i) {
+      (void)i;
       if (at >= end) [[unlikely]] {
         ahead.at = at;
         ahead.advance();
@@ -88,9 +100,7 @@ PAGEBUS_INLINE void accumulate_streams(int64_t k, const float* a, int64_t lda, c
       }
       __builtin_prefetch(at, 0, 2);
       at += step;
-    }
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) p[v] += ldb;
+    });
   }
   ahead.at = at;
 }

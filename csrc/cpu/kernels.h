@@ -158,7 +158,7 @@ static constexpr int64_t partial_floats(const CacheLayout& c, int group) { retur
 // What `attention` needs: a partition's keys and values as floats, and per row its query, output, scores and states.
 static constexpr int64_t attention_scratch(const CacheLayout& c, int max_rows) {
   return int64_t(kPartition) * (c.head_dim + c.padded_dim) +
-         (int64_t(max_rows) + 16) * (2 * c.padded_dim + kPartition + 16);
+         (int64_t(max_rows) + 16) * (2 * c.padded_dim + kPartition + 32);
 }
 
 // The best score of a row, the lowest id of equals; infinite once one of them is no number.
