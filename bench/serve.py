@@ -103,12 +103,15 @@ def _beside_long_prompts(
             touches = any(start < close and end > begin for begin, close in windows)
             (busy if touches else quiet).append(end - start)
     lanes = max(1, _most_at_once(streams))
-    return {
+    rates = {
+        f"tokens_per_second_{name}": round(lanes * len(gaps) / sum(gaps), 2)
+        for name, gaps in (("busy", busy), ("quiet", quiet))
+        if gaps
+    }
+    return rates | {
         "ttft_ms": percentiles([end - start for start, end in windows]),
         "itl_ms_busy": percentiles(busy),
         "itl_ms_quiet": percentiles(quiet),
-        "tokens_per_second_busy": round(lanes * len(busy) / sum(busy), 2) if busy else 0.0,
-        "tokens_per_second_quiet": round(lanes * len(quiet) / sum(quiet), 2) if quiet else 0.0,
     }
 
 

@@ -7,7 +7,8 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,14 @@ def url() -> Iterator[str]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.fixture
+async def silent() -> AsyncIterator[str]:
+    """The url of a server that accepts connections and never answers."""
+    server = await asyncio.start_server(lambda reader, writer: reader.read(), "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 def complete(url: str, prompt: list[int], count: int) -> Outcome:
@@ -182,6 +191,37 @@ def test_gaps_are_told_apart_by_the_long_prompts_beside_them() -> None:
     assert report["itl_ms_quiet"] == {"p50": 1000, "p90": 1000, "p99": 1000}
     assert report["tokens_per_second_busy"] == round(2 * 2 / 13, 2)
     assert report["tokens_per_second_quiet"] == 2.0
+
+
+def test_what_was_cut_off_counts_with_what_it_had_got() -> None:
+    cut = Outcome(0, [1, 2], 6, 2, cut=True)
+    waiting = Outcome(1, [], 6, 0, cut=True)
+    report = serve.summarise([stream(0, [1, 2, 4]), cut, waiting, Outcome(cut=True)], [Outcome(2, [], 6, 0, cut=True)])
+    assert (report["completed"], report["failed"], report["cut_off"]) == (1, 0, 4)
+    assert (report["output_tokens"], report["requests_per_second"]) == (5, round(1 / 6, 3))
+    assert report["ttft_ms"] == {"p50": 1000, "p90": 5000, "p99": 5000}, "one has waited for 5 s"
+    assert report["long_prompts"]["ttft_ms"]["p50"] == 4000
+    nothing = serve.summarise([waiting], [Outcome(2, [], 6, 0, cut=True)])
+    assert "tokens_per_second_busy" not in nothing["long_prompts"], "no gap was seen"
+
+
+def test_time_per_token_does_not_depend_on_how_text_is_cut() -> None:
+    merged = Outcome(0, [1, 3], 3, 5)
+    assert merged.token_seconds == 0.5
+    assert serve.summarise([merged])["ms_per_token"] == {"p50": 500, "p90": 500, "p99": 500}
+    assert Outcome(0, [1], 1, 1).token_seconds == 0
+
+
+async def test_a_request_is_given_up_at_the_deadline_or_when_nothing_comes(silent: str) -> None:
+    client = Client(silent, "m", stall=0.05)
+    outcome = await client.complete([1], 3)
+    assert (outcome.error, outcome.cut) == ("no byte for 0 s", False)
+    client.stall, client.deadline = 60, time.perf_counter() + 0.05
+    outcome = await client.complete([1], 3)
+    assert (outcome.error, outcome.cut, outcome.tokens) == ("", True, 0)
+    assert outcome.ended >= client.deadline
+    late = await client.complete([1], 3)
+    assert (late.cut, late.sent) == (True, 0), "after the deadline nothing is sent"
 
 
 def test_the_command_prints_json(url: str, capsys: pytest.CaptureFixture[str]) -> None:
