@@ -89,7 +89,7 @@ def ready(scheduler: FakeScheduler, epoch: int = 10) -> bytes:
 
 def test_workers_of_another_quantization_are_not_interchangeable() -> None:
     other = msgspec.structs.replace(ENGINE, quantization="int4")
-    assert fingerprint(other, MODEL) != fingerprint(ENGINE, MODEL)
+    assert fingerprint(other, MODEL, "null") != fingerprint(ENGINE, MODEL, "null")
 
 
 def test_from_hello_to_results(scheduler: FakeScheduler, worker: Process) -> None:
@@ -100,7 +100,7 @@ def test_from_hello_to_results(scheduler: FakeScheduler, worker: Process) -> Non
     scheduler.expect(Progress)
     _, message = scheduler.expect(Ready)
     assert (message.epoch, message.num_blocks, message.backend) == (10, 100, "null")
-    assert message.fingerprint == fingerprint(ENGINE, MODEL)
+    assert message.fingerprint == fingerprint(ENGINE, MODEL, "null")
     scheduler.send(peer, Reset(epoch=10))
     scheduler.send(peer, plan(10, 1, admit=True, count=3))
     scheduler.send(peer, plan(10, 2, start=3))
@@ -131,7 +131,7 @@ def test_the_scheduler_dies_and_the_weights_stay(scheduler: FakeScheduler, worke
     successor = FakeScheduler(address, epoch=2)
     again, hello = successor.welcome(ENGINE)
     assert again == peer
-    assert hello.loaded == fingerprint(ENGINE, MODEL)
+    assert hello.loaded == fingerprint(ENGINE, MODEL, "null")
     successor.assign(peer, 20)
     successor.expect(Ready)
     assert not any(isinstance(message, Progress) for _, message in successor.pending)  # it did not load again
@@ -151,7 +151,7 @@ def test_another_model_is_loaded_anew(scheduler: FakeScheduler, worker: Process)
 def test_unknown_is_answered_with_hello(scheduler: FakeScheduler, worker: Process) -> None:
     peer = ready(scheduler)
     scheduler.send(peer, Unknown())
-    assert scheduler.expect(Hello)[1].loaded == fingerprint(ENGINE, MODEL)
+    assert scheduler.expect(Hello)[1].loaded == fingerprint(ENGINE, MODEL, "null")
 
 
 def test_sigterm_says_goodbye(scheduler: FakeScheduler, worker: Process) -> None:
@@ -268,8 +268,9 @@ def test_the_compute_thread_reports_what_ended_it() -> None:
 
 
 def test_fingerprints_differ_where_loading_does() -> None:
-    base = fingerprint(ENGINE, MODEL)
-    assert fingerprint(EngineConfig(model="none", num_gpu_blocks_override=100, max_waiting=5), MODEL) == base
-    assert fingerprint(EngineConfig(model="none", num_gpu_blocks_override=101), MODEL) != base
+    base = fingerprint(ENGINE, MODEL, "null")
+    assert fingerprint(EngineConfig(model="none", num_gpu_blocks_override=100, max_waiting=5), MODEL, "null") == base
+    assert fingerprint(EngineConfig(model="none", num_gpu_blocks_override=101), MODEL, "null") != base
     other = ModelInfo(**{field: getattr(MODEL, field) for field in MODEL.__struct_fields__} | {"dtype": "bfloat16"})
-    assert fingerprint(ENGINE, other) != base
+    assert fingerprint(ENGINE, other, "null") != base
+    assert fingerprint(ENGINE, MODEL, "cpu avx512_bf16") != base

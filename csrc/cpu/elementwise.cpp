@@ -81,27 +81,33 @@ void rope(const RopeArgs& a, int64_t row_begin, int64_t row_end, float* scratch)
   }
 }
 
+// Eight streams beside each other: one alone is not fetched ahead as fast as the memory allows.
 float probe_read(const float* data, int64_t n) {
-  V sum[8];
-  for (V& s : sum) s = zero();
-  for (int64_t i = 0; i + 8 * kLanes <= n; i += 8 * kLanes)
+  constexpr int streams = 8;
+  const int64_t apart = n / streams;
+  V top[streams];
+  for (V& x : top) x = zero();
+  for (int64_t i = 0; i + kLanes <= apart; i += kLanes)
 #pragma GCC unroll 8
-    for (int v = 0; v < 8; ++v) sum[v] = max(sum[v], load(data + i + v * kLanes));
-  V all = sum[0];
-  for (int v = 1; v < 8; ++v) all = max(all, sum[v]);
-  return reduce_max(all);
+    for (int s = 0; s < streams; ++s) top[s] = max(top[s], load(data + s * apart + i));
+  for (int s = 1; s < streams; ++s) top[0] = max(top[0], top[s]);
+  return reduce_max(top[0]);
 }
 
 float probe_fma(int64_t iterations) {
-  V acc[6];
-  for (int v = 0; v < 6; ++v) acc[v] = set1(float(v));
+#ifdef __AVX512F__
+  constexpr int chains = 12;
+#else
+  constexpr int chains = 6;  // of two registers each
+#endif
+  V acc[chains];
+  for (int v = 0; v < chains; ++v) acc[v] = set1(float(v));
   const V a = set1(0.5f), b = set1(0.25f);
-  for (int64_t i = 0; i < iterations; ++i)
-#pragma GCC unroll 6
-    for (int v = 0; v < 6; ++v) acc[v] = fma(a, acc[v], b);
-  V all = acc[0];
-  for (int v = 1; v < 6; ++v) all = max(all, acc[v]);
-  return reduce_max(all);
+  for (int64_t i = 0; i < iterations * (kProbeChains / chains); ++i)
+#pragma GCC unroll 12
+    for (int v = 0; v < chains; ++v) acc[v] = fma(a, acc[v], b);
+  for (int v = 1; v < chains; ++v) acc[0] = max(acc[0], acc[v]);
+  return reduce_max(acc[0]);
 }
 
 }  // namespace pagebus::PAGEBUS_ISA

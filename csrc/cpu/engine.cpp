@@ -8,6 +8,7 @@ namespace pagebus {
 namespace {
 
 constexpr int64_t kChunkBytes = 65536;  // weights of a chunk at few rows
+constexpr int64_t kRowMultiple = 12;    // of a row block, so that most register blocks are full
 
 bool runs_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -34,6 +35,9 @@ std::vector<Kernels> find_builds() {
   };
 #ifdef PAGEBUS_HAVE_AVX512_VNNI
   if (__builtin_cpu_supports("avx512vnni")) exchange(exchange_avx512_vnni);
+#endif
+#ifdef PAGEBUS_HAVE_AVX512_BF16
+  if (__builtin_cpu_supports("avx512bf16")) exchange(exchange_avx512_bf16);
 #endif
 #endif
   return builds;
@@ -110,13 +114,12 @@ void Engine::reserve(int64_t floats) {
 
 // With few rows the weights' bytes set the size of a chunk, with many the arithmetic does.
 Engine::Cut Engine::cut(const Packed& w, int64_t rows, int64_t units) const {
-  const int64_t threads = pool_.threads();
-  const int64_t row_block = std::min<int64_t>(rows, kGemmRows);
-  const int64_t unit_bytes = w.panel_bytes * kUnitPanels * std::max<int64_t>(1, row_block / 4);
-  int64_t step = std::max<int64_t>(1, kChunkBytes / unit_bytes);
-  step = std::min(step, std::max<int64_t>(1, units / (threads * 4)));
-  if (rows == 1 && step > 1) step -= step % 2;
-  return {row_block, (rows + row_block - 1) / row_block, step, (units + step - 1) / step};
+  const int64_t threads = pool_.threads(), row_blocks = (rows + kGemmRows - 1) / kGemmRows;
+  int64_t step = kChunkBytes / (w.panel_bytes * kUnitPanels);
+  if (rows > kThinGemmRows) step = std::min<int64_t>(kSpanPanels / kUnitPanels, units * row_blocks / (threads * 8));
+  step = std::clamp<int64_t>(step, 1, std::max<int64_t>(1, units / (threads * 4)));
+  if (rows <= kThinGemmRows && step > 1) step -= step % 2;
+  return {round_up((rows + row_blocks - 1) / row_blocks, kRowMultiple), row_blocks, step, (units + step - 1) / step};
 }
 
 Engine::Product Engine::product(const GemmArgs& args, int64_t rows) {
@@ -126,6 +129,8 @@ Engine::Product Engine::product(const GemmArgs& args, int64_t rows) {
     product.codes = encode_rows(args, rows);
   } else if (args.w->format != Format::dense) {
     product.kernel = kernels_->gemm_quantized;
+  } else if (args.w->dtype == DType::bf16 && kernels_->rounds_bf16) {
+    product.args = round_rows(args, rows);
   }
   return product;
 }
@@ -151,6 +156,22 @@ RowCodes Engine::encode_rows(const GemmArgs& args, int64_t rows) {
     for (int64_t r = begin; r < end; ++r) kernels_->encode_row(args.x + r * args.ldx, args.w->k, r, codes);
   });
   return codes;
+}
+
+// An odd last k is paired with 0. Rows a multiple of 4096 bytes apart would fall on the same cache sets.
+GemmArgs Engine::round_rows(GemmArgs args, int64_t rows) {
+  const int64_t k = args.w->k, ld = round_up(k, 32) / 2 + 16, bytes = rows * ld * 4;
+  if (int64_t(pairs_.bytes()) < bytes) pairs_ = Memory(size_t(round_up(bytes, 1 << 16)));
+  auto* pairs = reinterpret_cast<uint32_t*>(pairs_.data());
+  run_rows(pool_, rows, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      if (k % 2) pairs[r * ld + k / 2] = 0;
+      kernels_->narrow(DType::bf16, args.x + r * args.ldx, pairs + r * ld, k);
+    }
+  });
+  args.pairs = pairs;
+  args.ld_pairs = ld;
+  return args;
 }
 
 void Engine::pack(const PackArgs& args, int64_t rows) {

@@ -66,12 +66,15 @@ class Engine {
   };
   Cut cut(const Packed& w, int64_t rows, int64_t units) const;
 
+  // The activations in the form that a product takes: codes, or pairs of bf16.
+  RowCodes encode_rows(const GemmArgs& args, int64_t rows);
+  GemmArgs round_rows(GemmArgs args, int64_t rows);
+
   const Kernels* kernels_;
   Pool pool_;
-  RowCodes encode_rows(const GemmArgs& args, int64_t rows);
 
   std::vector<Memory> scratch_;
-  Memory codes_;
+  Memory codes_, pairs_;
 };
 
 constexpr int64_t kTileFloats = 16384;  // of a tile of gemm_tiles, in a thread's scratch

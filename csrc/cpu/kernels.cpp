@@ -34,7 +34,9 @@ const Kernels* PAGEBUS_JOIN(kernels_, PAGEBUS_ISA)() {
                                  isa::gemm_w8a8,
                                  isa::encode_row,
                                  isa::unpack_quantized,
+                                 false,
                                  isa::probe_read,
+                                 isa::probe_fma,
                                  isa::probe_fma};
   return &table;
 }

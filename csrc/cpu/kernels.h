@@ -55,10 +55,14 @@ struct GemmArgs {
   int64_t ldy;
   Epilogue epilogue;
   const RowCodes* codes = nullptr;  // of x, for a w8 matrix
+  const uint32_t* pairs = nullptr;  // x as pairs of bf16, [rows][ld_pairs], for a dense bf16 matrix and `rounds_bf16`
+  int64_t ld_pairs = 0;
 };
-constexpr int kGemmRows = 96;  // rows that share a sweep over the panels
-constexpr int kWidened = 256;  // k of a quantised panel that are widened at once
-constexpr int kGemmScratch = kGemmRows * kPanel * kUnitPanels + kWidened * kPanel;
+constexpr int kThinGemmRows = 2;  // up to these, panels are read as a whole
+constexpr int kGemmRows = 96;     // rows that share a sweep over the panels
+constexpr int kSpanPanels = 8;    // panels that share a pass over some of the rows' columns
+constexpr int kWidened = 256;     // k of a quantised panel that are widened at once
+constexpr int kGemmScratch = kGemmRows * kPanel * kSpanPanels + kWidened * kPanel;
 
 // A source's blocks of 32 quantised weights along k, as GGUF files hold them; none: it holds numbers.
 enum class Blocks : int { none, q4_0, q4_1, q8_0 };
@@ -195,13 +199,17 @@ struct Kernels {
                     float* scratch);
   void (*encode_row)(const float* x, int64_t k, int64_t row, const RowCodes& to);
   void (*unpack_quantized)(const Packed&, int64_t output, float* y);
+  bool rounds_bf16;  // with bf16 weights, gemm takes the activations as bf16 too
   float (*probe_read)(const float* data, int64_t n);
-  float (*probe_fma)(int64_t iterations);  // kProbeFlops each
+  float (*probe_fma)(int64_t iterations);   // kProbeFlops each
+  float (*probe_bf16)(int64_t iterations);  // as many, twice as many with `rounds_bf16`
 };
-constexpr int kProbeFlops = 2 * 16 * 6;
+constexpr int kProbeChains = 12, kProbeFlops = 2 * 16 * kProbeChains;
 
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();
-void exchange_avx512_vnni(Kernels& table);  // puts its kernels in the places of AVX-512's
+// Builds of some kernels for CPUs that have more, which take the places of AVX-512's.
+void exchange_avx512_vnni(Kernels& table);
+void exchange_avx512_bf16(Kernels& table);
 
 }  // namespace pagebus

@@ -4,12 +4,15 @@
 #include <sys/mman.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <new>
 #include <utility>
 
 namespace pagebus {
+
+constexpr size_t kHugePage = size_t(2) << 20;
 
 class Memory {
  public:
@@ -22,24 +25,33 @@ class Memory {
     data_ = static_cast<char*>(std::memset(p, 0, bytes));
     (void)huge_pages;
 #else
-    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const size_t slack = huge_pages ? kHugePage : 0;
+    void* p = mmap(nullptr, bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
-    data_ = static_cast<char*>(p);
-    if (huge_pages) madvise(p, bytes, MADV_HUGEPAGE);
+    mapping_ = data_ = static_cast<char*>(p);
+    mapped_ = bytes + slack;
+    if (!huge_pages) return;
+    data_ += (kHugePage - reinterpret_cast<uintptr_t>(p) % kHugePage) % kHugePage;
+    madvise(data_, bytes, MADV_HUGEPAGE);
 #endif
   }
   Memory(Memory&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+      : data_(std::exchange(other.data_, nullptr)),
+        bytes_(std::exchange(other.bytes_, 0)),
+        mapping_(std::exchange(other.mapping_, nullptr)),
+        mapped_(std::exchange(other.mapped_, 0)) {}
   Memory& operator=(Memory&& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(bytes_, other.bytes_);
+    std::swap(mapping_, other.mapping_);
+    std::swap(mapped_, other.mapped_);
     return *this;
   }
   ~Memory() {
 #ifdef __SANITIZE_ADDRESS__
     std::free(data_);
 #else
-    if (data_) munmap(data_, bytes_);
+    if (mapping_) munmap(mapping_, mapped_);
 #endif
   }
 
@@ -50,6 +62,8 @@ class Memory {
  private:
   char* data_ = nullptr;
   size_t bytes_ = 0;
+  char* mapping_ = nullptr;
+  size_t mapped_ = 0;
 };
 
 }  // namespace pagebus

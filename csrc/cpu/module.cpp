@@ -107,7 +107,8 @@ class Matrix {
     require(!gated || weight.shape[0] % 2 == 0, "gate and up must have the same rows");
     const int64_t n = weight.shape[0] / (gated ? 2 : 1), k = weight.shape[1];
     packed = packed_layout(format, dtype, n, k, gated);
-    data_ = Memory(size_t(packed_bytes(packed)), true);
+    const auto bytes = size_t(packed_bytes(packed));
+    data_ = Memory(bytes < kHugePage / 8 ? bytes : round_up(bytes, kHugePage), true);  // a decoder's lie in one mapping
     packed.data = data_.data();
     const int64_t row_bytes =
         weight.blocks == Blocks::none ? k * dtype_bytes(weight.dtype) : k / 32 * block_bytes(weight.blocks);

@@ -8,44 +8,50 @@
 namespace pagebus::PAGEBUS_ISA {
 namespace {
 
-// Readers: sixteen values of a stream as floats. `depth` is how many k a step of the stream holds.
-struct ReadF32 {
+// Readers: what the k-th step of a stream holds, how the other factor is broadcast and how both are accumulated. A step
+// of a stream is `width` elements, `depth` k of sixteen values each.
+struct FloatInput {
+  using A = float;
+  static PAGEBUS_INLINE V broadcast(const A* a) { return set1(*a); }
+  static PAGEBUS_INLINE void add_product(V& acc, V a, V b) { accumulate(acc, a, b); }
+};
+struct ReadF32 : FloatInput {
   using T = float;
-  static constexpr int depth = 1;
+  static constexpr int depth = 1, width = 16;
   static PAGEBUS_INLINE V first(const T* p) { return load(p); }
   static PAGEBUS_INLINE V second(const T* p) { return load(p); }
 };
-struct ReadBf16 {
+struct ReadBf16 : FloatInput {
   using T = uint16_t;
-  static constexpr int depth = 1;
+  static constexpr int depth = 1, width = 16;
   static PAGEBUS_INLINE V first(const T* p) { return load_bf16(p); }
   static PAGEBUS_INLINE V second(const T* p) { return load_bf16(p); }
 };
-struct ReadBf16Pairs {
+struct ReadBf16Pairs : FloatInput {
   using T = uint16_t;
-  static constexpr int depth = 2;
+  static constexpr int depth = 2, width = 32;
   static PAGEBUS_INLINE V first(const T* p) { return load_bf16_even(p); }
   static PAGEBUS_INLINE V second(const T* p) { return load_bf16_odd(p); }
 };
-struct ReadF16 {
+struct ReadF16 : FloatInput {
   using T = uint16_t;
-  static constexpr int depth = 1;
+  static constexpr int depth = 1, width = 16;
   static PAGEBUS_INLINE V first(const T* p) { return load_f16(p); }
   static PAGEBUS_INLINE V second(const T* p) { return load_f16(p); }
 };
 
 // acc[r][v] += a[r] * w(v). What is few stays in registers, the other side passes through.
-template <int R, int NV, class W>
-PAGEBUS_INLINE void multiply_step(const float* a, int64_t lda, const W& w, V (&acc)[R][NV]) {
+template <int R, int NV, class B = FloatInput, class W>
+PAGEBUS_INLINE void multiply_step(const typename B::A* a, int64_t lda, const W& w, V (&acc)[R][NV]) {
   if constexpr (R <= 2) {
     V x[R];
 #pragma GCC unroll 2
-    for (int r = 0; r < R; ++r) x[r] = set1(a[r * lda]);
+    for (int r = 0; r < R; ++r) x[r] = B::broadcast(a + r * lda);
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) {
       const V column = w(v);
 #pragma GCC unroll 2
-      for (int r = 0; r < R; ++r) accumulate(acc[r][v], x[r], column);
+      for (int r = 0; r < R; ++r) B::add_product(acc[r][v], x[r], column);
     }
   } else {
     V columns[NV];
@@ -53,9 +59,9 @@ PAGEBUS_INLINE void multiply_step(const float* a, int64_t lda, const W& w, V (&a
     for (int v = 0; v < NV; ++v) columns[v] = w(v);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const V x = set1(a[r * lda]);
+      const V x = B::broadcast(a + r * lda);
 #pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) accumulate(acc[r][v], x, columns[v]);
+      for (int v = 0; v < NV; ++v) B::add_product(acc[r][v], x, columns[v]);
     }
   }
 }
@@ -76,22 +82,22 @@ struct Prefetch {
 // acc[r][v] += sum over k, ascending, of a[r][k] * stream v's k-th sixteen. One chain of fused multiply-adds per
 // output: the same bits whatever R and NV. `ldb`: elements from one step of a stream to the next.
 template <class B, int R, int NV, class Ahead = NoPrefetch>
-PAGEBUS_INLINE void multiply(int64_t k, const float* a, int64_t lda, const typename B::T* const* b, int64_t ldb,
+PAGEBUS_INLINE void multiply(int64_t k, const typename B::A* a, int64_t lda, const typename B::T* const* b, int64_t ldb,
                              V (&acc)[R][NV], Ahead ahead = {}) {
   const typename B::T* p[NV];
 #pragma GCC unroll 8
   for (int v = 0; v < NV; ++v) p[v] = b[v];
   for (int64_t s = 0; s < k / B::depth; ++s) {
-    multiply_step<R, NV>(a, lda, [&](int v) __attribute__((always_inline)) { return B::first(p[v]); }, acc);
+    multiply_step<R, NV, B>(a, lda, [&](int v) __attribute__((always_inline)) { return B::first(p[v]); }, acc);
     if constexpr (B::depth == 2)
-      multiply_step<R, NV>(a + 1, lda, [&](int v) __attribute__((always_inline)) { return B::second(p[v]); }, acc);
+      multiply_step<R, NV, B>(a + 1, lda, [&](int v) __attribute__((always_inline)) { return B::second(p[v]); }, acc);
     a += B::depth;
     ahead();
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) p[v] += ldb;
   }
   if (B::depth == 2 && k % 2)
-    multiply_step<R, NV>(a, lda, [&](int v) __attribute__((always_inline)) { return B::first(p[v]); }, acc);
+    multiply_step<R, NV, B>(a, lda, [&](int v) __attribute__((always_inline)) { return B::first(p[v]); }, acc);
 }
 
 PAGEBUS_INLINE V silu(V x) {
@@ -112,8 +118,6 @@ constexpr int columns = R == 1   ? 4
                         : R == 2 ? 2
                                  : 1;
 #endif
-constexpr int kThinRows = 2;       // up to these, several panels at once instead of many rows
-constexpr int kDepthBlock = 1024;  // k per pass: keeps a panel's share in the first-level cache
 
 // Calls f with R = rows as a constant, 1 <= rows <= Max.
 template <int Max, class F>

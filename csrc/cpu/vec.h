@@ -69,6 +69,19 @@ PAGEBUS_INLINE V load_f16(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 
+// To nearest even; a NaN stays one.
+PAGEBUS_INLINE void store_bf16(uint16_t* p, V a) {
+  const __m512i bits = _mm512_castps_si512(a.x), high = _mm512_srli_epi32(bits, 16);
+  const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+  const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __m512i value = _mm512_mask_or_epi32(_mm512_srli_epi32(sum, 16), _mm512_cmp_ps_mask(a.x, a.x, _CMP_UNORD_Q),
+                                             high, _mm512_set1_epi32(0x40));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(value));
+}
+PAGEBUS_INLINE void store_f16(uint16_t* p, V a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.x, _MM_FROUND_TO_NEAREST_INT));
+}
+
 // Sixteen pairs of bf16: the first (`even`) or second (`odd`) of each pair.
 PAGEBUS_INLINE V load_bf16_even(const uint16_t* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))};
@@ -166,6 +179,24 @@ PAGEBUS_INLINE V load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf1
 PAGEBUS_INLINE V load_f16(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+
+// Eight bf16 as words.
+PAGEBUS_INLINE __m256i narrow_bf16(__m256 a) {
+  const __m256i bits = _mm256_castps_si256(a), high = _mm256_srli_epi32(bits, 16);
+  const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+  const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  return _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_or_si256(high, _mm256_set1_epi32(0x40)),
+                            _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
+}
+// To nearest even; a NaN stays one.
+PAGEBUS_INLINE void store_bf16(uint16_t* p, V a) {
+  const __m256i both = _mm256_packus_epi32(narrow_bf16(a.lo), narrow_bf16(a.hi));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(both, 0xd8));
+}
+PAGEBUS_INLINE void store_f16(uint16_t* p, V a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT));
 }
 
 PAGEBUS_INLINE __m256i load_int(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }

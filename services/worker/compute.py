@@ -42,6 +42,7 @@ class Engine(Protocol):
     num_blocks: int
     block_bytes: int
     backend: str
+    arithmetic: str
     device: str
 
     def run(self, plan: Plan) -> Result:
@@ -70,9 +71,12 @@ class Crash:
     error: BaseException
 
 
-def fingerprint(engine: EngineConfig, model: ModelInfo) -> str:
-    """Names all that a loaded engine depends on: workers of equal fingerprints are interchangeable."""
-    facts = msgspec.to_builtins(engine) | {"info": msgspec.to_builtins(model)}
+def fingerprint(engine: EngineConfig, model: ModelInfo, arithmetic: str) -> str:
+    """Names all that a loaded engine's results depend on: workers of equal fingerprints are interchangeable.
+
+    `arithmetic`: that of its executor, which the CPU has a say in.
+    """
+    facts = msgspec.to_builtins(engine) | {"info": msgspec.to_builtins(model), "arithmetic": arithmetic}
     for name in _NOT_LOADED:
         facts.pop(name, None)
     del facts["info"]["created"]
@@ -134,12 +138,11 @@ class Compute(threading.Thread):
             self._take_place(job)
 
     def _take_place(self, place: Place) -> None:
-        wanted = fingerprint(place.engine, place.model)
-        if self._engine is None or self.loaded != wanted:
+        if self._engine is None or self.loaded != fingerprint(place.engine, place.model, self._engine.arithmetic):
             self._unload()
             began = time.monotonic()
             self._engine = self._load(place.engine, place.model, self._say)
-            self.loaded = wanted
+            self.loaded = fingerprint(place.engine, place.model, self._engine.arithmetic)
             self._say(
                 f"ready: {self._engine.num_blocks} blocks of {place.engine.block_size} tokens,"
                 f" {self._engine.backend} backend, loaded in {time.monotonic() - began:.1f} s"
@@ -152,7 +155,7 @@ class Compute(threading.Thread):
                 num_blocks=engine.num_blocks,
                 block_bytes=engine.block_bytes,
                 backend=engine.backend,
-                fingerprint=wanted,
+                fingerprint=self.loaded,
                 device=engine.device,
             )
         )

@@ -57,6 +57,7 @@ class Executor(Protocol):
 
     spec: DecoderSpec
     backend: str  # "reference", "cpu", ...
+    arithmetic: str  # executors of the same spec and weights compute the same bits where this is the same
 
     def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
         """Takes the weights by their canonical names, one at a time, converting to the executor's dtype."""

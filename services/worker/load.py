@@ -28,6 +28,7 @@ class LoadedEngine:
         self.num_blocks = num_blocks
         self.block_bytes = runner.executor.block_bytes()
         self.backend = runner.executor.backend
+        self.arithmetic = runner.executor.arithmetic
         self.device = "cpu"
         self._runner = runner
 

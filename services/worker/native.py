@@ -32,13 +32,19 @@ def unavailable() -> str | None:
     return None
 
 
+def rounds_activations(isa: str, dtype: str) -> bool:
+    """Whether a build rounds activations to bfloat16 where the weights are of `dtype`."""
+    return isa == "avx512_bf16" and dtype == "bfloat16"
+
+
 class NativeExecutor:
     """Implements `Executor` over `csrc/cpu`.
 
     `dtype` is that of weights and KV cache: "float32", "bfloat16" or "float16"; `formats` names the weights that are
-    quantised instead. Activations (but those that meet w8 weights), sums and logits are float32. A row's logits are
-    the same bits whatever else the step holds, however the prompt was cut into chunks and whatever `threads` is.
-    Raises StartupError for a spec it cannot run, and for missing or unknown weights.
+    quantised instead. Activations (but those that meet w8 weights, or bfloat16 ones where `rounds_activations`), sums
+    and logits are float32. A row's logits are the same bits whatever else the step holds, however the prompt was cut
+    into chunks and whatever `threads` is. Raises StartupError for a spec it cannot run, and for missing or unknown
+    weights.
     """
 
     backend = "cpu"
@@ -95,9 +101,14 @@ class NativeExecutor:
 
     @property
     def isa(self) -> str:
-        """The instruction set in use: "avx2" or "avx512"."""
+        """The instruction set in use, one of `runnable_isas()`."""
         name: str = self._decoder.isa
         return name
+
+    @property
+    def arithmetic(self) -> str:
+        """Names what the bits depend on: all builds of the kernels agree, but those that round activations."""
+        return f"{self.backend} {self.isa}" if rounds_activations(self.isa, self.dtype) else self.backend
 
     def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
         """Packs the weights as they come; each replaces its original, which the caller can drop at once."""

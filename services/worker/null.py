@@ -24,6 +24,7 @@ class NullEngine:
     """Keeps only each slot's first token. Never yields an EOS token."""
 
     backend = "null"
+    arithmetic = "null"
     device = "none"
     block_bytes = 0
 

@@ -45,6 +45,7 @@ class ReferenceExecutor(Executor):
     """
 
     backend = "reference"
+    arithmetic = "reference"
 
     def __init__(
         self, spec: DecoderSpec, dtype: str, block_size: int, device: str = "cpu", formats: Formats | None = None
