@@ -1,7 +1,8 @@
 """What the native kernels reach of this machine's limits: `python -m bench.kernels [--dtype bfloat16] [--threads N]`.
 
 Prints the read bandwidth and the rate of multiply-adds measured in the same run, then matrix products, attention and
-whole steps of SmolLM2-135M's shape as shares of what those limits allow. A table on stderr, JSON on stdout.
+whole steps of a model's shape (SmolLM2-135M, or Llama-3.2-1B with `--shape 1b`) as shares of what those limits allow.
+A table on stderr, JSON on stdout.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from services.worker.executor import StepBatch
 from services.worker.native import NativeExecutor
 from services.worker.spec import DecoderSpec, RopeSpec
 
-GEMM_ROWS = (1, 8, 32, 96, 256)
+GEMM_ROWS = (1, 2, 4, 8, 16, 32, 96, 256)
 CONTEXTS = (1024, 4096)
 STEPS = ((1, 128), (8, 128), (32, 320), (256, 256))  # sequences or, for the last, rows of one prompt; context
 INV_FREQ = tuple(float(np.float32(100000.0 ** (-i / 32))) for i in range(32))
@@ -44,6 +45,16 @@ SMOLLM2 = DecoderSpec(
     attention_scale=0.125,
     max_position=8192,
     tie_embeddings=True,
+)
+LLAMA_1B = replace(
+    SMOLLM2,
+    vocab_size=128256,
+    hidden_size=2048,
+    num_layers=16,
+    num_heads=32,
+    num_kv_heads=8,
+    intermediate_size=8192,
+    windows=(0,) * 16,
 )
 
 
@@ -88,16 +99,21 @@ class Clock:
         return min(times)
 
 
-def measure_limits(ops: Any, clock: Clock) -> Limits:
+def shape(name: str) -> DecoderSpec:
+    return {"smollm2": SMOLLM2, "1b": LLAMA_1B}[name]
+
+
+def measure_limits(ops: Any, dtype: str, clock: Clock) -> Limits:
     data = np.ones((64, 1 << 20), np.float32)  # 256 MiB
     bandwidth = ops.probe_read(data) / clock.best(lambda: ops.probe_read(data))
-    return Limits(bandwidth, ops.probe_fma(300_000) / clock.best(lambda: ops.probe_fma(300_000)))
+    return Limits(bandwidth, ops.probe_fma(100_000, dtype) / clock.best(lambda: ops.probe_fma(100_000, dtype)))
 
 
-def gemm_lines(ops: Any, dtype: str, clock: Clock) -> Iterator[Line]:
+def gemm_lines(spec: DecoderSpec, ops: Any, dtype: str, clock: Clock) -> Iterator[Line]:
     """The matrices of all layers one after another, so that no cache holds them."""
-    spec, rng = SMOLLM2, np.random.default_rng(0)
-    h, q, kv, ff = spec.hidden_size, 576, 192, spec.intermediate_size
+    rng = np.random.default_rng(0)
+    h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    ff = spec.intermediate_size
     shapes = [(q + 2 * kv, h, False), (h, q, False), (2 * ff, h, True), (h, ff, False)]
     bits = {(n, k): native_bits(rng.standard_normal((n, k), dtype=np.float32), dtype) for n, k, _ in shapes}
     layers = [
@@ -124,14 +140,14 @@ def native_bits(values: Any, dtype: str) -> Any:
     return values.astype(dtype)
 
 
-def attention_lines(ops: Any, dtype: str, clock: Clock) -> Iterator[Line]:
+def attention_lines(spec: DecoderSpec, ops: Any, dtype: str, clock: Clock) -> Iterator[Line]:
     """Decode of one sequence and a prefill chunk of 256 rows, over the caches of all layers in turn."""
-    heads, kv_heads, dim, rng = SMOLLM2.num_heads, SMOLLM2.num_kv_heads, SMOLLM2.head_dim, np.random.default_rng(0)
+    heads, kv_heads, dim, rng = spec.num_heads, spec.num_kv_heads, spec.head_dim, np.random.default_rng(0)
     for context in CONTEXTS:
         blocks = context // 16
         layers = [
             _cpu.AttentionLayer(ops, dtype, heads, kv_heads, dim, 16, blocks, 0, list(INV_FREQ), 1.0)
-            for _ in range(SMOLLM2.num_layers)
+            for _ in range(spec.num_layers)
         ]
         table = rng.permutation(blocks).astype(np.int32)[None]
 
@@ -151,9 +167,8 @@ def attention_lines(ops: Any, dtype: str, clock: Clock) -> Iterator[Line]:
             yield Line(f"attention, {rows} rows at {context}", seconds, read, 4 * dim * pairs)
 
 
-def step_lines(dtype: str, threads: int, isa: str, clock: Clock) -> Iterator[Line]:
-    """Whole steps of a random SmolLM2: embedding to logits."""
-    spec = SMOLLM2
+def step_lines(spec: DecoderSpec, dtype: str, threads: int, isa: str, clock: Clock) -> Iterator[Line]:
+    """Whole steps of a model with random weights: embedding to logits."""
     runner = NativeExecutor(spec, dtype, 16, threads, isa)  # type: ignore[arg-type]
     values = np.random.default_rng(0).standard_normal(spec.vocab_size * spec.hidden_size, dtype=np.float32) * 0.05
     bits = native_bits(values.astype(np.float32), dtype)
@@ -187,6 +202,7 @@ def step_lines(dtype: str, threads: int, isa: str, clock: Clock) -> Iterator[Lin
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=["smollm2", "1b"], default="smollm2")
     parser.add_argument("--dtype", choices=BYTES, default="bfloat16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--isa", default="", help="one of: " + ", ".join(_cpu.runnable_isas()))
@@ -195,13 +211,13 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     ops = _cpu.Ops(args.isa, args.threads)
     clock = Clock(args.cpu_time)
-    limits = measure_limits(ops, clock)
+    limits, spec = measure_limits(ops, args.dtype, clock), shape(args.shape)
     parts = {
-        "gemm": lambda: gemm_lines(ops, args.dtype, clock),
-        "attention": lambda: attention_lines(ops, args.dtype, clock),
-        "step": lambda: step_lines(args.dtype, args.threads, args.isa, clock),
+        "gemm": lambda: gemm_lines(spec, ops, args.dtype, clock),
+        "attention": lambda: attention_lines(spec, ops, args.dtype, clock),
+        "step": lambda: step_lines(spec, args.dtype, args.threads, args.isa, clock),
     }
-    say(f"{ops.isa}, {args.threads} threads, {args.dtype}")
+    say(f"{ops.isa}, {args.threads} threads, {args.dtype}, {args.shape}")
     say(f"reads {limits.bandwidth / 1e9:.1f} GB/s, multiplies and adds {limits.peak / 1e9:.0f} GFLOP/s")
     say(f"{'':28}{'ms':>9}{'GB/s':>8}{'GFLOP/s':>9}{'of limit':>10}")
     lines = []
@@ -214,6 +230,7 @@ def main(argv: list[str] | None = None) -> None:
         "isa": ops.isa,
         "threads": args.threads,
         "dtype": args.dtype,
+        "shape": args.shape,
         "limits": vars(limits),
         "lines": [vars(line) | {"share": line.share(limits)} for line in lines],
     }

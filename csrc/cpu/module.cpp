@@ -214,13 +214,15 @@ class Ops {
     return n / chunk * chunk * 4;
   }
 
-  // Multiply-adds that depend on nothing but registers; returns the floating-point operations.
-  int64_t probe_fma(int64_t iterations) {
+  // Multiply-adds that depend on nothing but registers, as a product with weights of `dtype` has them; returns the
+  // floating-point operations.
+  int64_t probe_fma(int64_t iterations, const std::string& dtype) {
     const int64_t chunks = int64_t(engine_.pool().threads()) * 8;
+    const bool pairs = engine_.kernels().rounds_bf16 && parse_dtype(dtype) == DType::bf16;
+    const auto probe = pairs ? engine_.kernels().probe_bf16 : engine_.kernels().probe_fma;
     const nb::gil_scoped_release release;
-    engine_.pool().run(
-        chunks, [&](int64_t, int thread) { engine_.scratch(thread)[0] = engine_.kernels().probe_fma(iterations); });
-    return chunks * iterations * kProbeFlops;
+    engine_.pool().run(chunks, [&](int64_t, int thread) { engine_.scratch(thread)[0] = probe(iterations); });
+    return chunks * iterations * kProbeFlops * (pairs ? 2 : 1);
   }
 
   Engine& engine() { return engine_; }
@@ -412,7 +414,8 @@ NB_MODULE(_cpu, m) {
       .def("sample", &Ops::sample, "logits"_a, "draws"_a, nb::arg("kept").noconvert(), "piece"_a)
       .def("softcap", &Ops::softcap, nb::arg("x").noconvert(), "cap"_a, "x = tanh(x / cap) * cap.")
       .def("probe_read", &Ops::probe_read, "data"_a, "Reads an array; returns its bytes.")
-      .def("probe_fma", &Ops::probe_fma, "iterations"_a, "Runs multiply-adds; returns the operations.");
+      .def("probe_fma", &Ops::probe_fma, "iterations"_a, "dtype"_a = "float32",
+           "Runs multiply-adds; returns the operations.");
   nb::class_<AttentionLayer>(m, "AttentionLayer", "Rope, KV write and paged attention of one layer.")
       .def(nb::init<Ops&, const std::string&, int, int, int, int, int64_t, int, std::vector<float>, float, float>(),
            nb::keep_alive<1, 2>(), "ops"_a, "dtype"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "block_size"_a,
