@@ -82,7 +82,7 @@ def roles(pids: Sequence[int], name: str) -> dict[int, str]:
 def memory(resident: int, engine: Engine, workloads: set[str]) -> dict[str, int]:
     """Bytes of all processes; beyond weights and KV cache, where the workloads have surely written all of the cache."""
     found = {"resident": resident, "weights": engine.weight_bytes, "kv": engine.kv_bytes}
-    if workloads >= NEED_ALL:
+    if workloads >= NEED_ALL and engine.weight_bytes:
         found["beyond"] = resident - engine.weight_bytes - engine.kv_bytes
     return found
 
@@ -138,7 +138,7 @@ def jobs(args: argparse.Namespace, setup: Setup, plan: Plan) -> dict[str, Callab
     flags = args.pagebus_flags.split()
     found: dict[str, Callable[[], dict[str, Any]]] = {OURS: lambda: measure_server(peers.pagebus(setup, flags), plan)}
     for kind in args.quantizations:
-        variant = peers.pagebus(setup, [*flags, "--quantization", kind], f"{OURS} {kind}")
+        variant = peers.pagebus(setup, flags, kind)
         found[variant.name] = lambda engine=variant: measure_server(engine, plan)
     for i, dtype in enumerate(args.transformers_dtypes):
         name = f"transformers {dtype}" if i else "transformers"

@@ -52,6 +52,8 @@ def text(results: Any, parts: Sequence[str] = ()) -> str:
         return "\n\n".join(found)
     if isinstance(results, dict) and "lines" in results and "limits" in results:
         return kernels(results)
+    if isinstance(results, dict) and "lines" in results and "base" in results:
+        return quantizations(results)
     rows = results if isinstance(results, list) else next(value for value in results.values() if _is_rows(value))
     known = [key for key in CONTROL_PLANE if key in rows[0]]
     return rows_table(rows, {key: CONTROL_PLANE[key] for key in known} if known else None)
@@ -100,6 +102,28 @@ def kernels(results: dict[str, Any]) -> str:
         for line in results["lines"]
     ]
     return markdown(["", "ms", "GB/s", "GFLOP/s", "of the limit"], rows)
+
+
+def quantizations(results: dict[str, Any]) -> str:
+    """The lines of bench.quantization; the first is what the others' steps are compared with."""
+    lines = results["lines"]
+    head = ["", "weights, MB", "perplexity", "same next token", "greedy agreement", "logit error"]
+    rows = [
+        [
+            results["base"] if line is lines[0] else line["quantization"],
+            f"{line['weight_bytes'] / 1e6:.0f}",
+            f"{line['perplexity']:.3f}",
+            f"{line['same_next']:.1%}",
+            f"{line['agreement']:.1%}",
+            f"{line['logit_error']:.4f}",
+            *[
+                f"{1e3 * seconds:.1f} ({lines[0]['steps'][step] / seconds:.2f}x)"
+                for step, seconds in line["steps"].items()
+            ],
+        ]
+        for line in lines
+    ]
+    return markdown([*head, *[f"{step}, ms" for step in lines[0]["steps"]]], rows)
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None) -> str:

@@ -21,6 +21,8 @@ from bench.model import Model
 KV_TOKENS = 24576  # more than W4 holds at once, less than W2 to W4 write, so that all of it is in memory in the end
 MAX_MODEL_LEN = 4096
 SLOTS = 32  # requests at once in W2, the workload with the most
+FLOATS = ("bfloat16", "float16", "float32")
+PLACE = " --host 127.0.0.1 --port '{port}'"  # in every command, as a shell would take it
 PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")  # by the documentation of vLLM's CPU build
 
 
@@ -41,7 +43,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class Engine:
-    """A server to start. `{port}` in the command becomes its port; `kv_bytes` is the room of its KV cache."""
+    """A server to start. `{port}` in the command becomes its port; `kv_bytes` is the room of its KV cache.
+
+    `weight_bytes` is 0 where only the engine knows what it makes of the weights.
+    """
 
     name: str
     command: list[str]
@@ -56,22 +61,27 @@ class Engine:
     def settings(self) -> str:
         """The command without the paths of this machine."""
         words = [f"{key}={_basename(value)}" for key, value in self.environment.items()]
-        return shlex.join([*words, *map(_basename, self.command)])
+        return shlex.join([*words, *map(_basename, self.command)]).replace(PLACE, "")
 
 
 def _basename(word: str) -> str:
     return " ".join(Path(part).name if part.startswith("/") else part for part in word.replace(":/", " /").split(" "))
 
 
-def pagebus(setup: Setup, flags: Sequence[str] = (), name: str = "pagebus") -> Engine:
-    """`pagebus serve` from this checkout; `flags` are added, for a variant of its own `name`."""
+def pagebus(setup: Setup, flags: Sequence[str] = (), quantization: str = "") -> Engine:
+    """`pagebus serve` from this checkout, with `flags`; with weights quantised by itself under a name of its own."""
     from shared.version import VERSION
 
     room = setup.kv_tokens * setup.model.kv_token_bytes
     command = f"-m pagebus serve {setup.model.path} --host 127.0.0.1 --port {{port}} --served-model-name model"
     limits = f"--max-model-len {setup.max_model_len} --threads {setup.threads} --kv-cache-memory-bytes {room}"
-    words = [sys.executable, *command.split(" "), *limits.split(), *flags]
-    return Engine(name, words, setup.model.weight_bytes, room, setup.model.dtype, VERSION)
+    chosen = ["--quantization", quantization] if quantization else []
+    words = [sys.executable, *command.split(" "), *limits.split(), *flags, *chosen]
+    name = f"pagebus {quantization}".strip()
+    own = "--quantization" not in words and setup.model.dtype in FLOATS
+    packed = "--quantization gguf" in " ".join(words)
+    dtype = setup.model.dtype if own or packed else quantization or f"{setup.model.dtype}, unpacked"
+    return Engine(name, words, setup.model.weight_bytes if own else 0, room, dtype, VERSION)
 
 
 def vllm(setup: Setup, command: str = "vllm serve", dtype: str = "bfloat16", preload: str = "") -> Engine:

@@ -1,7 +1,7 @@
 """Plots and tables from results: `python -m bench.plots bench/results/*.json`.
 
-Writes docs/plots/NAME.svg for each comparison and each run of bench.kernels, and fills the tables of
-docs/performance.md (see bench/page.py). The same results give the same bytes.
+Writes docs/plots/NAME.svg for each run of bench.compare, kernels, quantization and control_plane, and fills the tables
+of docs/performance.md (see bench/page.py). The same results give the same bytes.
 """
 
 from __future__ import annotations
@@ -70,10 +70,11 @@ def _bars(metric: Metric, engines: dict[str, Any]) -> dict[str, Cell]:
     return {name: found for name, found in cells.items() if found is not None}
 
 
-def _bar_panel(axis: Any, bars: dict[str, Cell]) -> None:
+def _bar_panel(axis: Any, bars: dict[str, Cell], accent: str = OURS) -> None:
+    """A bar for each name; those whose name begins with `accent` stand out."""
     names = list(bars)
     values = [bars[name].value for name in names]
-    colours = [OWN if name.startswith(OURS) else OTHER for name in names]
+    colours = [OWN if name.startswith(accent) else OTHER for name in names]
     axis.barh(range(len(names)), values, color=colours, height=0.68)
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.4, -0.8)
@@ -102,6 +103,35 @@ def kernels_plot(results: dict[str, Any], file: Path) -> None:
         axis.axvline(1, color=LIMIT, linewidth=1)
         for i, line in enumerate(lines):
             axis.text(line["share"] + 0.01, i, f"{line['share']:.0%}   {1e3 * line['seconds']:.2f} ms", va="center")
+
+
+def quantizations_plot(results: dict[str, Any], file: Path) -> None:
+    """Time of each kind of step by quantisation, and the loss."""
+    lines = results["lines"]
+    names = [results["base"], *[line["quantization"] for line in lines[1:]]]
+    steps = list(lines[0]["steps"])
+    with _figure(-(-(len(steps) + 1) // COLUMNS), COLUMNS, (9.0, 0.28 * 2 * len(lines) + 1.1), file) as axes:
+        for axis, step in zip(axes, steps, strict=False):
+            times = [line["steps"][step] for line in lines]
+            axis.set_title(f"{step}: ms a step, times faster than {names[0]}")
+            bars = {name: Cell(1e3 * t, times[0] / t, False) for name, t in zip(names, times, strict=True)}
+            _bar_panel(axis, bars, names[0])
+        axes[len(steps)].set_title("perplexity (less is better)")
+        loss = {name: Cell(line["perplexity"], None, False) for name, line in zip(names, lines, strict=True)}
+        _bar_panel(axes[len(steps)], loss, names[0])
+        for axis in axes[len(steps) + 1 :]:
+            axis.set_visible(False)
+
+
+def control_plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Tokens and CPU of the control processes by number of streams."""
+    panels = {"tokens_per_second": "tokens/s with a null worker", "control_us_per_token": "µs of CPU per token"}
+    with _figure(1, COLUMNS, (9.0, 0.28 * len(rows) + 0.6), file) as axes:
+        for axis, (key, title) in zip(axes, panels.items(), strict=True):
+            axis.set_title(title)
+            names = [f"{row['streams']:,} x {row['output_tokens']}" for row in rows]
+            bars = {name: Cell(row[key], None, False) for name, row in zip(names, rows, strict=True)}
+            _bar_panel(axis, bars, "")
 
 
 class _figure:
@@ -139,6 +169,10 @@ def plot(results: Any, file: Path) -> bool:
         compare_plot(results, file)
     elif isinstance(results, dict) and "lines" in results and "limits" in results:
         kernels_plot(results, file)
+    elif isinstance(results, dict) and "lines" in results and "base" in results:
+        quantizations_plot(results, file)
+    elif isinstance(results, list) and results and "control_us_per_token" in results[0]:
+        control_plot(results, file)
     else:
         return False
     return True

@@ -23,7 +23,31 @@ KERNELS = {
         {"name": "gemm, 32 rows", "seconds": 0.1, "bytes": 212e6, "flops": 6.8e9, "share": 0.71},
     ],
 }
-CONTROL = [{"streams": 32, "tokens_per_second": 52000, "cpu_us_per_token": {"api": 9.5}, "control_us_per_token": 19.25}]
+QUANTIZATION = {
+    "threads": 1,
+    "base": "bfloat16",
+    "lines": [
+        {
+            "quantization": kind,
+            "weight_bytes": size,
+            "perplexity": loss,
+            "same_next": 0.985,
+            "agreement": 0.75,
+            "logit_error": 0.02,
+            "steps": {"1 row": seconds, "32 rows": 0.08},
+        }
+        for kind, size, loss, seconds in (("none", 269030016, 20.5, 0.02), ("int8", 143000000, 20.75, 0.0125))
+    ],
+}
+CONTROL = [
+    {
+        "streams": 32,
+        "output_tokens": 128,
+        "tokens_per_second": 52000,
+        "cpu_us_per_token": {"api": 9.5},
+        "control_us_per_token": 19.25,
+    }
+]
 PAGE = """# Title
 
 <!-- table: run W1 -->
@@ -69,9 +93,18 @@ def test_other_results_have_tables_too() -> None:
     kernels = page.text(KERNELS).splitlines()
     assert [word.strip() for word in kernels[2].split("|")[1:-1]] == ["gemm, 1 rows", "20.00", "10.6", "11", "76%"]
     control = page.text(CONTROL).splitlines()
-    assert [word.strip() for word in control[0].split("|")[1:-1]] == ["streams", "tokens/s", "µs of CPU per token"]
-    assert [word.strip() for word in control[2].split("|")[1:-1]] == ["32", "52,000", "19.2"]
-    rows = page.text({"text": "x", "rows": [{"quantization": "int8", "perplexity": 12.345, "more": [1]}]}).splitlines()
+    assert [word.strip() for word in control[0].split("|")[1:-1]] == [
+        "streams",
+        "tokens out",
+        "tokens/s",
+        "µs of CPU per token",
+    ]
+    assert [word.strip() for word in control[2].split("|")[1:-1]] == ["32", "128", "52,000", "19.2"]
+    quantised = page.text(QUANTIZATION).splitlines()
+    cells = [word.strip() for word in quantised[3].split("|")[1:-1]]
+    assert cells == ["int8", "143", "20.750", "98.5%", "75.0%", "0.0200", "12.5 (1.60x)", "80.0 (1.00x)"]
+    assert "| bfloat16 | 269 " in " ".join(quantised[2].split())
+    rows = page.text({"text": "x", "rows": [{"name": "int8", "perplexity": 12.345, "more": [1]}]}).splitlines()
     assert [word.strip() for word in rows[2].split("|")[1:-1]] == ["int8", "12.3"]
 
 
@@ -79,20 +112,24 @@ def test_the_same_results_give_the_same_plots(tmp_path: Path) -> None:
     shutil.copy(RESULTS, tmp_path / "run.json")
     (tmp_path / "kernels.json").write_text(json.dumps(KERNELS))
     (tmp_path / "control.json").write_text(json.dumps(CONTROL))
+    (tmp_path / "quantization.json").write_text(json.dumps(QUANTIZATION))
+    (tmp_path / "other.json").write_text(json.dumps([{"x": 1}]))
     made = []
     for name in ("one", "two"):
         docs = tmp_path / name
         docs.mkdir()
         (docs / "performance.md").write_text(PAGE)
-        files = [str(tmp_path / f"{stem}.json") for stem in ("run", "kernels", "control")]
+        files = [str(tmp_path / f"{stem}.json") for stem in ("run", "kernels", "control", "quantization", "other")]
         assert plots.main([*files, "--docs", str(docs)]) == 0
-        assert sorted(file.name for file in (docs / "plots").iterdir()) == ["kernels.svg", "run.svg"]
+        assert {file.stem for file in (docs / "plots").iterdir()} == {"run", "kernels", "control", "quantization"}
         made.append({file.name: file.read_bytes() for file in docs.rglob("*.*")})
     assert made[0] == made[1]
     text = "".join(ElementTree.fromstring(made[0]["run.svg"]).itertext())
     for words in ("W1 ms per token (less is better)", "25.0   2.50x", "8,400*   80.0x", "reading the weights"):
         assert words in text
     assert "vllm" not in text
+    assert "12.5   1.60x" in "".join(ElementTree.fromstring(made[0]["quantization.svg"]).itertext())
+    assert "32 x 128" in "".join(ElementTree.fromstring(made[0]["control.svg"]).itertext())
     assert "76%   20.00 ms" in "".join(ElementTree.fromstring(made[0]["kernels.svg"]).itertext())
 
 
