@@ -109,7 +109,7 @@ class Detokenizer:
             else:
                 self._idle(stream)
         if self._local.decoder is not None:
-            size = len(batch)
+            size = max(1, len(batch))
         else:
             size = max(SPLIT, -(-len(batch) // max(1, self._pool.connected)))
         for start in range(0, len(batch), size):

@@ -238,6 +238,26 @@ def test_a_stop_string_is_traced_to_its_token_here_too(here: Rig) -> None:
     assert (sample.text, bytes(sample.ids)) == ("he", b"hello w")
 
 
+def test_an_end_without_text_needs_no_decode_here_too(here: Rig) -> None:
+    stream = here.stream()
+    here.receive(stream, "a")
+    here.flush()
+    here.receive(stream, "", "stop", (EOS,))
+    here.flush()
+    assert stream.generation.samples[0].ids == [97, EOS]
+    assert here.ended == [stream]
+
+
+def test_where_all_streams_were_closed_nothing_is_decoded(here: Rig) -> None:
+    closed, later = here.stream(), here.stream()
+    here.receive(closed, "a")
+    closed.closed = True
+    here.flush()
+    here.receive(later, "b")
+    here.flush()
+    assert [stream.generation.samples[0].text for stream in (closed, later)] == ["", "b"]
+
+
 def test_an_unknown_id_fails_its_own_stream(here: Rig) -> None:
     good, bad = here.stream(), here.stream()
     here.receive(good, "a")
