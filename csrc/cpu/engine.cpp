@@ -7,8 +7,8 @@
 namespace pagebus {
 namespace {
 
-constexpr int64_t kChunkBytes = 65536;  // weights of a chunk at few rows
-constexpr int64_t kRowMultiple = 12;    // of a row block, so that most register blocks are full
+constexpr int64_t kChunkBytes = 262144;  // weights of a chunk at few rows
+constexpr int64_t kRowMultiple = 12;     // of a row block, so that most register blocks are full
 
 bool runs_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -112,13 +112,14 @@ void Engine::reserve(int64_t floats) {
     if (int64_t(memory.bytes()) < floats * 4) memory = Memory(size_t(floats) * 4);
 }
 
-// With few rows the weights' bytes set the size of a chunk, with many the arithmetic does.
+// With few rows the weights' bytes set the size of a chunk, with many the arithmetic does. Few rows read several panels
+// beside each other, as many as the chunk has.
 Engine::Cut Engine::cut(const Packed& w, int64_t rows, int64_t units) const {
   const int64_t threads = pool_.threads(), row_blocks = (rows + kGemmRows - 1) / kGemmRows;
   int64_t step = kChunkBytes / (w.panel_bytes * kUnitPanels);
   if (rows > kThinGemmRows) step = std::min<int64_t>(kSpanPanels / kUnitPanels, units * row_blocks / (threads * 8));
   step = std::clamp<int64_t>(step, 1, std::max<int64_t>(1, units / (threads * 4)));
-  if (rows <= kThinGemmRows && step > 1) step -= step % 2;
+  if (rows <= kThinGemmRows) step = step < 4 ? 2 : step / 4 * 4;
   return {round_up((rows + row_blocks - 1) / row_blocks, kRowMultiple), row_blocks, step, (units + step - 1) / step};
 }
 

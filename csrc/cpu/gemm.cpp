@@ -45,7 +45,8 @@ PAGEBUS_INLINE const typename B::T* panel_data(const Packed& w, int64_t panel, i
   return reinterpret_cast<const typename B::T*>(w.data + panel * w.panel_bytes) + from / B::depth * B::width;
 }
 
-// Few rows: whole panels, several at once, whose streams the hardware fetches ahead.
+// Few rows: whole panels, several at once, whose streams the hardware fetches ahead once it has seen their first lines.
+constexpr int kFirstLines = 8;
 #ifdef __AVX512F__
 constexpr int kThinPanels = 8;
 #else
@@ -58,6 +59,10 @@ void thin_panels(const GemmArgs& g, int64_t row, int64_t& panel, int64_t end) {
   for (; panel + NV <= end; panel += NV) {
     const typename B::T* b[NV];
     for (int v = 0; v < NV; ++v) b[v] = panel_data<B>(*g.w, panel + v);
+    if (panel + 2 * NV <= g.w->panels)
+      for (int v = 0; v < NV; ++v)
+        for (int line = 0; line < kFirstLines; ++line)
+          __builtin_prefetch(g.w->data + (panel + NV + v) * g.w->panel_bytes + line * 64);
     V acc[R][NV];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
@@ -85,7 +90,7 @@ void gemm_thin(const GemmArgs& g, int64_t row, int rows, int64_t panel, int64_t 
 }
 
 // More rows: a pass over the rows reads so much of the panels beside each other, which stays in the first-level cache.
-constexpr int64_t kDepthBytes = 24576;
+constexpr int64_t kDepthBytes = 49152;
 template <class B>
 constexpr int64_t kDepthBlock = kDepthBytes / int64_t(sizeof(typename B::T) * B::width * kWide) * B::depth;
 
