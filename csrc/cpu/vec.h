@@ -1,5 +1,6 @@
 // V: sixteen floats, whatever the instruction set; two AVX2 registers or one of AVX-512. Every kernel is written over
-// V, and every reduction has the same order on both, so that all builds of a kernel give the same bits.
+// V, and every reduction has the same order on both, so that all builds of a kernel give the same bits; only the bf16
+// product of AVX-512 BF16 has its own.
 #pragma once
 
 #include <immintrin.h>
