@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from services.worker.backends import native_unavailable
 from tests.fidelity.oracle import greedy_ids, smollm2_oracle, smollm2_tokenizer
 from tests.stack import Stack, serving, wait_until
 
@@ -30,6 +31,7 @@ CONFIGURATIONS = {
     "chunks-of-16-cache-off": ("--max-num-batched-tokens", "16", "--no-enable-prefix-caching"),
     "chunking-off-two-workers": ("--no-enable-chunked-prefill", "--workers", "2", "--api-replicas", "2"),
     "preempting-blocks-of-5": ("--num-gpu-blocks-override", "100", "--block-size", "5", "--max-model-len", "400"),
+    "gguf-blocks-as-stored": ("--quantization", "gguf"),
 }
 
 
@@ -88,15 +90,31 @@ def test_seeded_sampling_does_not_depend_on_company(stack: Stack) -> None:
     assert len(set(batch)) > 6
 
 
-def test_preemption_changes_nothing(stack: Stack) -> None:
-    if "preempting" not in stack.name:  # type: ignore[attr-defined]
-        pytest.skip("the pool is too large for it")
-    # Outputs longer than those before, which admission could not foresee.
+def preempt(stack: Stack) -> None:
+    """Outputs longer than those before, which admission could not foresee, alone and together."""
     long = [chat(f"{i} " + QUESTIONS[2], max_tokens=160, min_tokens=160) for i in range(6)]
     batch = [text_of(reply) for reply in asyncio.run(together(stack.url, long))]
     assert stack.metric("vllm:num_preemptions_total") > 0
     assert [text_of(ask(stack, body)) for body in long[::3]] == batch[::3]
     stack.wait_idle()
+
+
+def test_preemption_changes_nothing(stack: Stack) -> None:
+    if "preempting" not in stack.name:  # type: ignore[attr-defined]
+        pytest.skip("the pool is too large for it")
+    preempt(stack)
+
+
+@pytest.mark.skipif(native_unavailable() is not None, reason="the reference's bits depend on the batch")
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
+def test_quantised_weights_keep_a_request_s_bytes(quantization: str) -> None:
+    """Cold and warm, alone, in a batch and preempted."""
+    with serving("--quantization", quantization, *CONFIGURATIONS["preempting-blocks-of-5"]) as stack:
+        bodies = [chat(question, temperature=i % 2, seed=5) for i, question in enumerate(QUESTIONS)]
+        cold = [text_of(ask(stack, body)) for body in bodies]
+        assert len(set(cold)) == len(QUESTIONS)
+        assert [text_of(reply) for reply in asyncio.run(together(stack.url, bodies * 8))] == cold * 8
+        preempt(stack)
 
 
 @pytest.fixture(scope="module")
