@@ -160,7 +160,9 @@ class Terminal:
     """The command in a terminal of its own."""
 
     def __init__(self, url: str) -> None:
-        code = f"import sys; from pagebus.chat import run; sys.exit(run(['--url', {url!r}]))"
+        # Tests that a shell runs in the background start with the interrupt ignored, and so would what they start.
+        heard = "signal.signal(signal.SIGINT, signal.default_int_handler)"
+        code = f"import signal, sys; {heard}; from pagebus.chat import run; sys.exit(run(['--url', {url!r}]))"
         self.master, slave = pty.openpty()
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=slave, stdout=slave, stderr=slave, start_new_session=True
