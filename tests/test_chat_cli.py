@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -160,12 +161,16 @@ class Terminal:
     """The command in a terminal of its own."""
 
     def __init__(self, url: str) -> None:
-        # Tests that a shell runs in the background start with the interrupt ignored, and so would what they start.
-        heard = "signal.signal(signal.SIGINT, signal.default_int_handler)"
-        code = f"import signal, sys; {heard}; from pagebus.chat import run; sys.exit(run(['--url', {url!r}]))"
+        code = f"import sys; from pagebus.chat import run; sys.exit(run(['--url', {url!r}]))"
         self.master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+            [sys.executable, "-c", code],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            # Tests that a shell runs in the background start with the interrupt ignored, as would what they start.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         os.close(slave)
         self.seen = ""
@@ -177,6 +182,14 @@ class Terminal:
             assert raw, self.seen
             self.seen += raw.decode()
         self.seen = self.seen.partition(text)[2]
+
+    def interrupt(self, text: str) -> None:
+        """Ctrl-C until `text` has been shown: one that falls between the prompt and the wait for a key is not heard."""
+        while text not in self.seen:
+            self.process.send_signal(signal.SIGINT)
+            while text not in self.seen and select.select([self.master], [], [], 1)[0]:
+                self.seen += os.read(self.master, 4096).decode()
+        self.until(text)
 
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
@@ -197,13 +210,11 @@ def terminal(url: str) -> Iterator[Terminal]:
 def test_keys_in_a_terminal(terminal: Terminal) -> None:
     terminal.until("tiny at http://")
     terminal.until("> ")
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.until("Ctrl-D leaves")
+    terminal.interrupt("Ctrl-D leaves")
     terminal.until("> ")
     terminal.type("wait\n")
     terminal.until("1: wait")
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.until("[stopped]")
+    terminal.interrupt("[stopped]")
     terminal.until("> ")
     terminal.type("go on\n")
     terminal.until("2: go on")
