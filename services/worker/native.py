@@ -166,16 +166,7 @@ class NativeExecutor:
         self._check_loaded()
         keeping = sum(1 for row in rows if row is not None and row.keep_logits)
         kept: Logits = np.empty((keeping, num_ids), np.float32)
-        tokens: list[int] = self._decoder.forward_and_sample(
-            batch.tokens,
-            batch.positions,
-            batch.query_start,
-            batch.context_lens,
-            batch.block_tables,
-            batch.logit_rows,
-            draws(rows),
-            kept,
-        )
+        tokens: list[int] = self._decoder.forward_and_sample(*_arrays(batch), draws(rows), kept)
         return tokens, kept
 
     def forward(self, batch: StepBatch) -> Logits:
@@ -185,20 +176,18 @@ class NativeExecutor:
         if len(self._logits) < rows:
             self._logits = np.empty((rows, self.spec.vocab_size), np.float32)
         logits = self._logits[:rows]
-        self._decoder.forward(
-            batch.tokens,
-            batch.positions,
-            batch.query_start,
-            batch.context_lens,
-            batch.block_tables,
-            batch.logit_rows,
-            logits,
-        )
+        self._decoder.forward(*_arrays(batch), logits)
         return logits
 
     def _check_loaded(self) -> None:
         if self._missing:
             raise ValueError("the weights are not loaded")
+
+
+def _arrays(batch: StepBatch) -> tuple[Any, ...]:
+    """The batch as the native module takes it."""
+    b = batch
+    return b.tokens, b.positions, b.query_start, b.context_lens, b.block_tables, b.logit_rows
 
 
 def draws(rows: Sequence[Row | None]) -> list[tuple[Any, ...]]:
